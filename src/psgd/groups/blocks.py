@@ -1,0 +1,86 @@
+"""Many equal blocks on the diagonal, moved side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from psgd.group import Group, Point, Residual
+from psgd.step_size import StepSize
+
+
+@dataclass(frozen=True)
+class Blocks(Group):
+    """Q = A₁ ⊕ A₂ ⊕ …, k×k blocks of one group. Leaves of the point have a leading axis: the block.
+
+    Each block has a step size of its own, as the paper's section on band Hessians allows.
+
+    >>> from psgd import Dense
+    >>> Blocks(2, Dense()).init(6)["Q"].shape
+    torch.Size([3, 2, 2])
+    """
+
+    k: int
+    part: Group
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"Blocks needs a block size k >= 1, got k={self.k}")
+        self.part.check(self.k)
+
+    def check(self, n: int) -> None:
+        if n % self.k:
+            raise ValueError(f"Blocks({self.k}) needs n divisible by {self.k}, got n={n}; Padded pads it")
+
+    @property
+    def moves(self) -> bool:
+        return self.part.moves
+
+    @property
+    def scalable(self) -> bool:
+        return self.part.scalable
+
+    def origin(
+        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
+    ) -> Point:
+        return _repeat(self.part.origin(self.k, generator, dtype, device), n // self.k)
+
+    def scaled(self, q: Point, s: float | Tensor) -> Point:
+        return self.part.scaled(q, s)
+
+    def balance(self, q: Point) -> Point:
+        return torch.vmap(self.part.balance)(q) if q else q
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.k))
+
+    def _each(self, action: Callable[[Point, Tensor], Tensor], q: Point, x: Tensor) -> Tensor:
+        return torch.vmap(action, in_dims=(0, -2), out_dims=-2)(q, self._split(x)).flatten(-2)
+
+    def apply(self, q: Point, x: Tensor) -> Tensor:
+        return self._each(self.part.apply, q, x)
+
+    def apply_t(self, q: Point, x: Tensor) -> Tensor:
+        return self._each(self.part.apply_t, q, x)
+
+    def solve(self, q: Point, x: Tensor) -> Tensor:
+        return self._each(self.part.solve, q, x)
+
+    def solve_t(self, q: Point, x: Tensor) -> Tensor:
+        return self._each(self.part.solve_t, q, x)
+
+    def logabsdet(self, q: Point, n: int) -> Tensor:
+        return torch.vmap(lambda p: self.part.logabsdet(p, self.k))(q).sum() if q else torch.zeros(())
+
+    def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+        def one(p: Point, piece: Residual) -> Point:
+            return self.part.step(p, piece, lr, coin, rule)
+
+        return torch.vmap(one, in_dims=(0, -2))(q, r.map(self._split))
+
+
+def _repeat(q: Point, count: int) -> Point:
+    return {k: _repeat(t, count) if isinstance(t, dict) else t.expand(count, *t.shape).clone() for k, t in q.items()}

@@ -1,0 +1,86 @@
+"""Scaling: every coordinate alone, or all of them alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psgd.algebra import MatrixAlgebra
+from psgd.group import Point
+from psgd.linalg import batch_sum, maximum_modulus
+
+
+@dataclass(frozen=True)
+class Diagonal(MatrixAlgebra):
+    """Q x = d ∘ x; Claim 3.1 with K = {e}. The preconditioner of Jacobi, ESGD and AdaHessian.
+
+    >>> q = Diagonal().init(3, scale=2.0)
+    >>> Diagonal().precondition(q, torch.ones(3))
+    tensor([4., 4., 4.])
+    """
+
+    def identity(self, n: int, **where: Any) -> Point:
+        return {"d": torch.ones(n, **where)}
+
+    def apply(self, q: Point, x: Tensor) -> Tensor:
+        return q["d"] * x
+
+    def apply_t(self, q: Point, x: Tensor) -> Tensor:
+        return q["d"] * x
+
+    def solve(self, q: Point, x: Tensor) -> Tensor:
+        return x / q["d"]
+
+    def solve_t(self, q: Point, x: Tensor) -> Tensor:
+        return x / q["d"]
+
+    def logabsdet(self, q: Point, n: int) -> Tensor:
+        return q["d"].abs().log().sum()
+
+    def project(self, x: Tensor, y: Tensor) -> Point:
+        return {"d": batch_sum(x * y)}
+
+    def compose(self, e: Point, q: Point) -> Point:
+        return {"d": e["d"] * q["d"]}
+
+    def norm(self, e: Point) -> Tensor:
+        return maximum_modulus(e["d"])
+
+
+@dataclass(frozen=True)
+class Scalar(MatrixAlgebra):
+    """Q x = s x, the group ℝ₊ of a common scale.
+
+    >>> Scalar().logabsdet(Scalar().init(4, scale=1.0), 4)
+    tensor(0.)
+    """
+
+    def identity(self, n: int, **where: Any) -> Point:
+        return {"s": torch.ones((), **where)}
+
+    def apply(self, q: Point, x: Tensor) -> Tensor:
+        return q["s"] * x
+
+    def apply_t(self, q: Point, x: Tensor) -> Tensor:
+        return q["s"] * x
+
+    def solve(self, q: Point, x: Tensor) -> Tensor:
+        return x / q["s"]
+
+    def solve_t(self, q: Point, x: Tensor) -> Tensor:
+        return x / q["s"]
+
+    def logabsdet(self, q: Point, n: int) -> Tensor:
+        return n * q["s"].abs().log()
+
+    def project(self, x: Tensor, y: Tensor) -> Point:
+        return {"s": (x * y).sum()}
+
+    def compose(self, e: Point, q: Point) -> Point:
+        return {"s": e["s"] * q["s"]}
+
+    def norm(self, e: Point) -> Tensor:
+        return maximum_modulus(e["s"])

@@ -1,0 +1,105 @@
+"""Low-rank corrections of the identity: two twin groups that take turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from psgd.group import Group, Point, Residual
+from psgd.linalg import lift, outer, solve
+from psgd.step_size import StepSize
+
+
+@dataclass(frozen=True)
+class LowRank(Group):
+    """Q = I + U Vᵀ, U and V of shape (n, r); Claims 3.2 and 3.3.
+
+    With V fixed it is the group A_V(U), with U fixed the group A_U(V): a step moves on one of them, never on both.
+    Its scale is that of I, so it is used in a product, as in lra(r) = LowRank(r) @ Diagonal().
+
+    >>> u, v = torch.tensor([[1.0], [0.0]]), torch.tensor([[0.0], [3.0]])
+    >>> LowRank(1).matrix({"U": u, "V": v}, 2)
+    tensor([[1., 3.],
+            [0., 1.]])
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"LowRank needs rank >= 0, got rank={self.rank}")
+
+    @property
+    def moves(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def scalable(self) -> bool:
+        return False
+
+    def scaled(self, q: Point, s: float | Tensor) -> Point:
+        raise ValueError(f"{self} = I + UVᵀ takes no scale, got {s}; compose it with Scalar() or Diagonal()")
+
+    def origin(
+        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
+    ) -> Point:
+        # Neither may start at zero: U = 0 does not move on A_U(V), nor V = 0 on A_V(U). The 10 keeps ‖UVᵀ‖ ≪ 1 at r = 1.
+        size = (n * (self.rank + 10)) ** -0.5
+        ell = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+
+        def normal() -> Tensor:
+            where = generator.device if generator is not None else device
+            t = size * torch.randn(n, self.rank, generator=generator, dtype=ell.dtype, device=where)
+            return t.to(dtype=dtype, device=device)
+
+        return {"U": normal(), "V": normal(), "ell_U": ell, "ell_V": ell.clone()}
+
+    def balance(self, q: Point) -> Point:
+        """(U, V) → (U/ρ, ρV), so that ‖U‖ = ‖V‖: each factor's gradient is multiplied by the other."""
+        u, v = torch.linalg.vector_norm(lift(q["U"])), torch.linalg.vector_norm(lift(q["V"]))
+        rho = torch.where((u > 0) & (v > 0), (u / v).sqrt(), torch.ones_like(u))
+        return {
+            "U": (q["U"] / rho).to(q["U"].dtype),
+            "V": (q["V"] * rho).to(q["V"].dtype),
+            "ell_U": q["ell_U"] * rho.square(),  # ‖(xyᵀ − zwᵀ)VVᵀ‖ grows with V
+            "ell_V": q["ell_V"] / rho.square(),
+        }
+
+    def apply(self, q: Point, x: Tensor) -> Tensor:
+        return x + (x @ q["V"]) @ q["U"].mT
+
+    def apply_t(self, q: Point, x: Tensor) -> Tensor:
+        return x + (x @ q["U"]) @ q["V"].mT
+
+    def solve(self, q: Point, x: Tensor) -> Tensor:
+        return x - solve(self._small(q), x @ q["V"]) @ q["U"].mT  # Woodbury
+
+    def solve_t(self, q: Point, x: Tensor) -> Tensor:
+        return x - solve(self._small(q).mT, x @ q["U"]) @ q["V"].mT
+
+    def logabsdet(self, q: Point, n: int) -> Tensor:
+        return torch.linalg.slogdet(self._small(q)).logabsdet
+
+    def _small(self, q: Point) -> Tensor:
+        """I + VᵀU, whose determinant is that of Q."""
+        small = lift(q["V"]).mT @ lift(q["U"])
+        return small + torch.eye(self.rank, dtype=small.dtype, device=small.device)
+
+    def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+        u, v = q["U"], q["V"]
+        if coin:  # E = G Vᵀ, G = (x yᵀ − z wᵀ)V
+            plus, minus, other, ell = outer(r.x, r.y @ v), outer(r.z, r.w @ v), v, q["ell_U"]
+        else:  # E = U Gᵀ, G = (x yᵀ − z wᵀ)ᵀU
+            plus, minus, other, ell = outer(r.y, r.x @ u), outer(r.w, r.z @ u), u, q["ell_V"]
+        gram, g = lift(other).mT @ lift(other), plus - minus
+
+        def norm(t: Tensor) -> Tensor:
+            """‖T Oᵀ‖_F, from the Gram matrix of the factor O that stays."""
+            return (lift(t) @ gram).mul(lift(t)).sum().clamp_min(0).sqrt()
+
+        size, ell = rule(lr, ell, lambda: norm(g), lambda: norm(plus) + norm(minus))
+        if coin:
+            return q | {"U": (u - size * (g + g @ (v.mT @ u))).to(u.dtype), "ell_U": ell}
+        return q | {"V": (v - size * (g + v @ (u.mT @ g))).to(v.dtype), "ell_V": ell}

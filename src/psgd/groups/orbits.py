@@ -1,0 +1,60 @@
+"""Permutation groups as far as Claim 3.1 needs them: orbits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Cells = list[tuple[int, ...]]
+
+
+def orbits_of(generators: Iterable[Sequence[int]]) -> Cells:
+    """Return the orbits of the group that these permutations generate; σ is given as the list of σ(0), σ(1), ….
+
+    >>> orbits_of([(1, 0, 2, 3), (0, 1, 3, 2)])
+    [(0, 1), (2, 3)]
+    """
+    generators = _permutations(generators)
+    n = len(generators[0])
+    cell_of, cells = [-1] * n, []
+    for start in range(n):
+        if cell_of[start] < 0:
+            reached = [start]
+            cell_of[start] = len(cells)
+            for i in reached:  # grows while it is read: a breadth-first search
+                for sigma in generators:
+                    if cell_of[sigma[i]] < 0:
+                        cell_of[sigma[i]] = len(cells)
+                        reached.append(sigma[i])
+            cells.append(tuple(sorted(reached)))
+    return cells
+
+
+def partition_of(orbits: Iterable[Sequence[int]]) -> Cells:
+    """Return the cells, after checking that they hold each of 0, …, n−1 once."""
+    cells = [tuple(cell) for cell in orbits]
+    entries = sorted(i for cell in cells for i in cell)
+    if not entries or entries != list(range(len(entries))):
+        raise ValueError(f"orbits need to hold each of 0, …, n−1 once, got {cells}")
+    return [cell for cell in cells if cell]
+
+
+def require_group(elements: Iterable[Sequence[int]]) -> Cells:
+    """Return the permutations, after checking that they are closed under composition: a finite group."""
+    permutations = _permutations(elements)
+    known = set(permutations)
+    for a in permutations:
+        for b in permutations:
+            if tuple(a[i] for i in b) not in known:
+                raise ValueError(f"elements need to form a group: {a} after {b} is missing; pass generators= instead")
+    return permutations
+
+
+def _permutations(given: Iterable[Sequence[int]]) -> Cells:
+    permutations = [tuple(p) for p in given]
+    if not permutations:
+        raise ValueError("a permutation group needs at least one permutation, got none")
+    n = len(permutations[0])
+    for p in permutations:
+        if sorted(p) != list(range(n)):
+            raise ValueError(f"a permutation of {n} entries holds each of 0, …, {n - 1} once, got {p}")
+    return permutations

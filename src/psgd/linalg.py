@@ -1,0 +1,44 @@
+"""Small linear algebra that several groups share: batch sums, lifted solves, safe steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def batch_sum(t: Tensor, keep: int = 1) -> Tensor:
+    """Sum over all but the last `keep` axes: the partial trace over batch dimensions."""
+    return t if t.ndim == keep else t.sum(dim=tuple(range(t.ndim - keep)))
+
+
+def outer(x: Tensor, y: Tensor) -> Tensor:
+    """Σ x yᵀ over the batch, for vectors on the last axis."""
+    return x.reshape(-1, x.shape[-1]).mT @ y.reshape(-1, y.shape[-1])
+
+
+def lift(t: Tensor) -> Tensor:
+    """At least float32: factorizations, Fourier transforms and norms do not exist, or do not hold, below."""
+    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+
+
+def solve(a: Tensor, x: Tensor) -> Tensor:
+    """A⁻¹x for every vector x on the last axis, with one factorization of A."""
+    rows = lift(x).reshape(-1, x.shape[-1])
+    return torch.linalg.solve(lift(a).mT, rows, left=False).reshape(x.shape).to(x.dtype)
+
+
+def solve_triangular(a: Tensor, x: Tensor, upper: bool) -> Tensor:
+    """A⁻¹x for every vector x on the last axis, A triangular."""
+    rows = lift(x).reshape(-1, x.shape[-1])
+    y = torch.linalg.solve_triangular(lift(a).mT, rows, upper=not upper, left=False)
+    return y.reshape(x.shape).to(x.dtype)
+
+
+def frobenius(t: Tensor) -> Tensor:
+    """‖T‖_F, a true bound of the spectral norm, tight within √rank."""
+    return torch.linalg.vector_norm(lift(t))
+
+
+def maximum_modulus(t: Tensor) -> Tensor:
+    """max |tᵢ|, in at least float32 so that a bound stays a bound."""
+    return lift(t).abs().amax()
