@@ -16,6 +16,7 @@ from psgd.groups.dense import Dense as Dense
 from psgd.groups.diagonal import Diagonal as Diagonal
 from psgd.groups.diagonal import Scalar as Scalar
 from psgd.groups.direct_sum import DirectSum as DirectSum
+from psgd.groups.incomplete_triangular import IncompleteTriangular as IncompleteTriangular
 from psgd.groups.involution import Butterfly as Butterfly
 from psgd.groups.involution import XMat as XMat
 from psgd.groups.kronecker import Kronecker as Kronecker
@@ -27,12 +28,11 @@ from psgd.groups.named import fishnet as fishnet
 from psgd.groups.named import kaleidoscope as kaleidoscope
 from psgd.groups.named import lra as lra
 from psgd.groups.named import lra_duv as lra_duv
-from psgd.groups.named import permutation as permutation
 from psgd.groups.named import two_grid as two_grid
 from psgd.groups.normalization import Normalization as Normalization
 from psgd.groups.padded import Padded as Padded
+from psgd.groups.permutation import permutation as permutation
 from psgd.groups.product import Product as Product
-from psgd.groups.triangular import IncompleteTriangular as IncompleteTriangular
 from psgd.groups.triangular import LowerTriangular as LowerTriangular
 from psgd.groups.triangular import Triangular as Triangular
 from psgd.step_size import Normalized as Normalized

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual
+from psgd.group import Group, Point, Residual, Where
 from psgd.step_size import StepSize
 
 
@@ -43,12 +43,8 @@ class MatrixAlgebra(Group):
     def scalable(self) -> bool:
         return True
 
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
-        del generator
-        ell = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return self.identity(n, dtype=dtype, device=device) | {"ell": ell}
+    def origin(self, n: int, where: Where) -> Point:
+        return self.identity(n, **where.at) | {"ell": where.zero()}
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         return {k: t if k == "ell" else (s * t).to(t.dtype) for k, t in q.items()}
@@ -72,14 +68,14 @@ class Orthogonal(Group):
     def scalable(self) -> bool:
         return False
 
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
-        del n, generator, dtype, device
+    def origin(self, n: int, where: Where) -> Point:
+        del n, where
         return {}
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
-        raise ValueError(f"{self} is orthogonal and takes no scale, got {s}; compose it with Scalar() or Diagonal()")
+        raise ValueError(
+            f"{self} is orthogonal and takes no scale, got {s}; compose it with Scalar() or Diagonal()"
+        )
 
     def solve(self, q: Point, x: Tensor) -> Tensor:
         return self.apply_t(q, x)

@@ -22,6 +22,23 @@ Point = dict[str, Any]
 """Coordinates of Q: a string-keyed dict of tensors and of further such dicts."""
 
 
+class Where(NamedTuple):
+    """How to make the tensors of a new point."""
+
+    generator: torch.Generator | None
+    dtype: torch.dtype
+    device: torch.device | None
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """The keywords of a torch constructor."""
+        return {"dtype": self.dtype, "device": self.device}
+
+    def zero(self) -> Tensor:
+        """A scalar 0 in at least float32, the start of L in `Smoothed`."""
+        return torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+
+
 class Residual(NamedTuple):
     """What a factor A of Q = L·A·R sees of a pair: the gradient x yᵀ − z wᵀ of c in dA = E·A, never formed.
 
@@ -72,9 +89,7 @@ class Group(ABC):
     # --- points
 
     @abstractmethod
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
+    def origin(self, n: int, where: Where) -> Point:
         """Return the identity, or a point near it where the identity itself would not move."""
 
     def init(
@@ -92,7 +107,7 @@ class Group(ABC):
         if isinstance(scale, (int, float)) and not scale > 0:
             raise ValueError(f"init needs scale > 0, got scale={scale}")
         self.check(n)
-        q = self.origin(n, generator, dtype or torch.get_default_dtype(), device)
+        q = self.origin(n, Where(generator, dtype or torch.get_default_dtype(), device))
         return q if isinstance(scale, (int, float)) and scale == 1 else self.scaled(q, scale)
 
     @abstractmethod

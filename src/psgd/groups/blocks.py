@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual
+from psgd.group import Group, Point, Residual, Where
 from psgd.step_size import StepSize
 
 
@@ -43,10 +43,8 @@ class Blocks(Group):
     def scalable(self) -> bool:
         return self.part.scalable
 
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
-        return _repeat(self.part.origin(self.k, generator, dtype, device), n // self.k)
+    def origin(self, n: int, where: Where) -> Point:
+        return _repeat(self.part.origin(self.k, where), n // self.k)
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         return self.part.scaled(q, s)
@@ -83,4 +81,7 @@ class Blocks(Group):
 
 
 def _repeat(q: Point, count: int) -> Point:
-    return {k: _repeat(t, count) if isinstance(t, dict) else t.expand(count, *t.shape).clone() for k, t in q.items()}
+    return {
+        k: _repeat(t, count) if isinstance(t, dict) else t.expand(count, *t.shape).clone()
+        for k, t in q.items()
+    }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual
+from psgd.group import Group, Point, Residual, Where
 from psgd.step_size import StepSize
 
 
@@ -41,11 +41,9 @@ class Conjugate(Group):
     def scalable(self) -> bool:
         return self.part.scalable
 
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
-        c = self.by.origin(n, generator, dtype, device)
-        return {"A": self.part.origin(n, generator, dtype, device), "C": c}
+    def origin(self, n: int, where: Where) -> Point:
+        c = self.by.origin(n, where)
+        return {"A": self.part.origin(n, where), "C": c}
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         return q | {"A": self.part.scaled(q["A"], s)}

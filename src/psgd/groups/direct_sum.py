@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual
+from psgd.group import Group, Point, Residual, Where
 from psgd.groups.composite import Composite
 from psgd.step_size import StepSize
 
@@ -26,7 +26,9 @@ class DirectSum(Composite):
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.parts) or not self.parts:
-            raise ValueError(f"DirectSum needs a size for each part, got {len(self.sizes)} and {len(self.parts)}")
+            raise ValueError(
+                f"DirectSum needs a size for each part, got {len(self.sizes)} and {len(self.parts)}"
+            )
         for size, part in zip(self.sizes, self.parts, strict=True):
             part.check(size)
 
@@ -38,11 +40,9 @@ class DirectSum(Composite):
     def scalable(self) -> bool:
         return all(part.scalable for part in self.parts)
 
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
+    def origin(self, n: int, where: Where) -> Point:
         zipped = enumerate(zip(self.sizes, self.parts, strict=True))
-        return {str(i): part.origin(size, generator, dtype, device) for i, (size, part) in zipped}
+        return {str(i): part.origin(size, where) for i, (size, part) in zipped}
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         return {str(i): part.scaled(p, s) for i, (part, p) in enumerate(self.pairs(q))}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
-from psgd.group import Group, Point, Residual
+from psgd.group import Group, Point, Residual, Where
 from psgd.groups.composite import Composite
 from psgd.step_size import StepSize
 
@@ -32,7 +32,9 @@ class Kronecker(Composite):
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.parts) or not self.parts:
-            raise ValueError(f"Kronecker needs a factor for each axis, got {len(self.shape)} and {len(self.parts)}")
+            raise ValueError(
+                f"Kronecker needs a factor for each axis, got {len(self.shape)} and {len(self.parts)}"
+            )
         for size, part in zip(self.shape, self.parts, strict=True):
             part.check(size)
 
@@ -40,11 +42,9 @@ class Kronecker(Composite):
         if n != math.prod(self.shape):
             raise ValueError(f"Kronecker of shape {self.shape} needs n={math.prod(self.shape)}, got n={n}")
 
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
+    def origin(self, n: int, where: Where) -> Point:
         zipped = enumerate(zip(self.shape, self.parts, strict=True))
-        return {str(i): part.origin(size, generator, dtype, device) for i, (size, part) in zipped}
+        return {str(i): part.origin(size, where) for i, (size, part) in zipped}
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         able = [i for i, part in enumerate(self.parts) if part.scalable]
@@ -95,7 +95,9 @@ class Kronecker(Composite):
         for i, (part, p) in enumerate(self.pairs(q)):
             mine = r
             if isinstance(part, Composite):  # only composites look at the pair that enters them
-                mine = r._replace(h=self._each("apply", q, r.h, skip=i), v=self._each("solve_t", q, r.v, skip=i))
+                mine = r._replace(
+                    h=self._each("apply", q, r.h, skip=i), v=self._each("solve_t", q, r.v, skip=i)
+                )
             new[str(i)] = part.step(p, mine.map(lambda t, i=i: self._move(t, i)), lr, coin, rule)
         return new
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual
+from psgd.group import Group, Point, Residual, Where
 from psgd.linalg import lift, outer, solve
 from psgd.step_size import StepSize
 
@@ -42,19 +42,16 @@ class LowRank(Group):
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         raise ValueError(f"{self} = I + UVᵀ takes no scale, got {s}; compose it with Scalar() or Diagonal()")
 
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
+    def origin(self, n: int, where: Where) -> Point:
         # Neither may start at zero: U = 0 does not move on A_U(V), nor V = 0 on A_V(U). The 10 keeps ‖UVᵀ‖ ≪ 1 at r = 1.
         size = (n * (self.rank + 10)) ** -0.5
-        ell = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+        device = where.device if where.generator is None else where.generator.device
 
         def normal() -> Tensor:
-            where = generator.device if generator is not None else device
-            t = size * torch.randn(n, self.rank, generator=generator, dtype=ell.dtype, device=where)
-            return t.to(dtype=dtype, device=device)
+            t = torch.randn(n, self.rank, generator=where.generator, dtype=where.zero().dtype, device=device)
+            return (size * t).to(**where.at)
 
-        return {"U": normal(), "V": normal(), "ell_U": ell, "ell_V": ell.clone()}
+        return {"U": normal(), "V": normal(), "ell_U": where.zero(), "ell_V": where.zero()}
 
     def balance(self, q: Point) -> Point:
         """(U, V) → (U/ρ, ρV), so that ‖U‖ = ‖V‖: each factor's gradient is multiplied by the other."""

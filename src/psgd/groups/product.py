@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual
+from psgd.group import Group, Point, Residual, Where
 from psgd.groups.composite import Composite
 from psgd.step_size import Smoothed, StepSize
 
@@ -40,10 +40,8 @@ class Product(Composite):
         for factor in self.parts:
             factor.check(n)
 
-    def origin(
-        self, n: int, generator: torch.Generator | None, dtype: torch.dtype, device: torch.device | None
-    ) -> Point:
-        return {str(i): f.origin(n, generator, dtype, device) for i, f in enumerate(self.parts)}
+    def origin(self, n: int, where: Where) -> Point:
+        return {str(i): f.origin(n, where) for i, f in enumerate(self.parts)}
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         for i, (factor, p) in reversed(list(enumerate(self.pairs(q)))):

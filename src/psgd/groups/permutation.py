@@ -1,10 +1,47 @@
-"""Permutation groups as far as Claim 3.1 needs them: orbits."""
+"""General permutation subgroups: Claim 3.1."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from psgd.groups.blocks import Blocks
+from psgd.groups.constant import Permute
+from psgd.groups.dense import Dense
+from psgd.groups.direct_sum import DirectSum
+from psgd.groups.product import Product
+
 Cells = list[tuple[int, ...]]
+
+
+def permutation(
+    *,
+    elements: Iterable[Sequence[int]] | None = None,
+    generators: Iterable[Sequence[int]] | None = None,
+    orbits: Iterable[Sequence[int]] | None = None,
+) -> Product:
+    """T(x) = Σ aᵢ ∘ σᵢ(x) over a subgroup K of Sₙ (Claim 3.1), given by elements, generators or orbits.
+
+    K is transitive on each orbit, so that the group is ⊕ GL(|orbit|) after a reordering.
+
+    >>> permutation(generators=[(2, 1, 0)]).parts[1]
+    DirectSum(sizes=(1, 2), parts=(Blocks(k=1, part=Dense()), Blocks(k=2, part=Dense())))
+    """
+    given = [x for x in (elements, generators, orbits) if x is not None]
+    if len(given) != 1:
+        raise ValueError(f"permutation needs one of elements, generators, orbits, got {len(given)} of them")
+    if orbits is not None:
+        cells = partition_of(orbits)
+    else:
+        cells = orbits_of(require_group(given[0]) if elements is not None else given[0])
+    by_size: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for cell in cells:
+        by_size[len(cell)].append(cell)
+    order = [i for size in sorted(by_size) for cell in by_size[size] for i in cell]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    sizes = tuple(size * len(by_size[size]) for size in sorted(by_size))
+    dense = DirectSum(sizes, tuple(Blocks(size, Dense()) for size in sorted(by_size)))
+    return Permute(tuple(back)) @ dense @ Permute(tuple(order))
 
 
 def orbits_of(generators: Iterable[Sequence[int]]) -> Cells:
@@ -45,7 +82,9 @@ def require_group(elements: Iterable[Sequence[int]]) -> Cells:
     for a in permutations:
         for b in permutations:
             if tuple(a[i] for i in b) not in known:
-                raise ValueError(f"elements need to form a group: {a} after {b} is missing; pass generators= instead")
+                raise ValueError(
+                    f"elements need to form a group: {a} after {b} is missing; pass generators= instead"
+                )
     return permutations
 
 
