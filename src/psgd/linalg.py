@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,9 +13,14 @@ def batch_sum(t: Tensor, keep: int = 1) -> Tensor:
     return t if t.ndim == keep else t.sum(dim=tuple(range(t.ndim - keep)))
 
 
+def rows(x: Tensor) -> Tensor:
+    """View a batch of vectors as the rows of one matrix, of any width, also none."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def outer(x: Tensor, y: Tensor) -> Tensor:
     """Σ x yᵀ over the batch, for vectors on the last axis."""
-    return x.reshape(-1, x.shape[-1]).mT @ y.reshape(-1, y.shape[-1])
+    return rows(x).mT @ rows(y)
 
 
 def lift(t: Tensor) -> Tensor:
@@ -23,14 +30,12 @@ def lift(t: Tensor) -> Tensor:
 
 def solve(a: Tensor, x: Tensor) -> Tensor:
     """A⁻¹x for every vector x on the last axis, with one factorization of A."""
-    rows = lift(x).reshape(-1, x.shape[-1])
-    return torch.linalg.solve(lift(a).mT, rows, left=False).reshape(x.shape).to(x.dtype)
+    return torch.linalg.solve(lift(a).mT, rows(lift(x)), left=False).reshape(x.shape).to(x.dtype)
 
 
 def solve_triangular(a: Tensor, x: Tensor, upper: bool) -> Tensor:
     """A⁻¹x for every vector x on the last axis, A triangular."""
-    rows = lift(x).reshape(-1, x.shape[-1])
-    y = torch.linalg.solve_triangular(lift(a).mT, rows, upper=not upper, left=False)
+    y = torch.linalg.solve_triangular(lift(a).mT, rows(lift(x)), upper=not upper, left=False)
     return y.reshape(x.shape).to(x.dtype)
 
 

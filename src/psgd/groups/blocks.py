@@ -50,7 +50,7 @@ class Blocks(Group):
         return self.part.scaled(q, s)
 
     def balance(self, q: Point) -> Point:
-        return torch.vmap(self.part.balance)(q) if q else q
+        return torch.vmap(self.part.balance)(q) if self.moves else q
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.k))
@@ -71,7 +71,9 @@ class Blocks(Group):
         return self._each(self.part.solve_t, q, x)
 
     def logabsdet(self, q: Point, n: int) -> Tensor:
-        return torch.vmap(lambda p: self.part.logabsdet(p, self.k))(q).sum() if q else torch.zeros(())
+        if not self.moves:
+            return torch.zeros(())  # constants are orthogonal, or conjugates of such
+        return torch.vmap(lambda p: self.part.logabsdet(p, self.k))(q).sum()
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         def one(p: Point, piece: Residual) -> Point:
