@@ -11,6 +11,7 @@ from torch import Tensor
 from psgd.algebra import MatrixAlgebra
 from psgd.group import Group, Point, Residual, Where
 from psgd.groups.composite import Composite
+from psgd.groups.low_rank import LowRank
 from psgd.step_size import StepSize
 
 
@@ -94,7 +95,7 @@ class Kronecker(Composite):
         new, lr = {}, self.share(lr)
         for i, (part, p) in enumerate(self.pairs(q)):
             mine = r
-            if isinstance(part, Composite):  # only composites look at the pair that enters them
+            if part.moves and not isinstance(part, (MatrixAlgebra, LowRank)):  # these ignore what enters them
                 mine = r._replace(
                     h=self._each("apply", q, r.h, skip=i), v=self._each("solve_t", q, r.v, skip=i)
                 )
