@@ -150,7 +150,8 @@ def walked(
     rule: StepSize = SMOOTHED,
 ) -> Point:
     """A point a few random steps from the origin, with either side of the coin."""
-    q = _elsewhere(group, group.init(n, generator=torch.Generator().manual_seed(seed), dtype=dtype), n, seed)
+    origin = group.init(n, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    q = _elsewhere(group, origin, n, seed, dtype)
     for i in range(steps):
         for coin in (True, False):
             v, h = pair(n, 1000 * seed + 2 * i + coin, dtype=dtype)
@@ -158,11 +159,12 @@ def walked(
     return q
 
 
-def _elsewhere(group: Group, q: Point, n: int, seed: int) -> Point:
+def _elsewhere(group: Group, q: Point, n: int, seed: int, dtype: torch.dtype) -> Point:
     """Move the constants C of the conjugates, which no step moves, off the identity; and blocks apart."""
     match group:
         case Conjugate():
-            return {"A": _elsewhere(group.part, q["A"], n, seed), "C": walked(group.by, n, seed + 7)}
+            a = _elsewhere(group.part, q["A"], n, seed, dtype)
+            return {"A": a, "C": walked(group.by, n, seed + 7, dtype=dtype)}
         case Product():
             sizes = [n] * len(group.parts)
         case DirectSum():
@@ -171,11 +173,11 @@ def _elsewhere(group: Group, q: Point, n: int, seed: int) -> Point:
             sizes = group.shape
         case Blocks() if tree_leaves(q):
             blocks = [
-                _elsewhere(group.part, tree_map(lambda t, i=i: t[i], q), group.k, seed + i)
+                _elsewhere(group.part, tree_map(lambda t, i=i: t[i], q), group.k, seed + i, dtype)
                 for i in range(n // group.k)
             ]
             return tree_map(lambda *ts: torch.stack(ts), *blocks)
         case _:
             return q
     parts = enumerate(zip(group.parts, sizes, strict=True))
-    return {str(i): _elsewhere(part, q[str(i)], size, seed + i) for i, (part, size) in parts}
+    return {str(i): _elsewhere(part, q[str(i)], size, seed + i, dtype) for i, (part, size) in parts}
