@@ -2,6 +2,11 @@
 
 from psgd.algebra import MatrixAlgebra as MatrixAlgebra
 from psgd.algebra import Orthogonal as Orthogonal
+from psgd.curvature import automatic as automatic
+from psgd.curvature import finite_difference as finite_difference
+from psgd.curvature import hessian as hessian
+from psgd.curvature import whiten as whiten
+from psgd.evaluation import hvp as hvp
 from psgd.group import Group as Group
 from psgd.group import Point as Point
 from psgd.group import Residual as Residual
@@ -35,6 +40,13 @@ from psgd.groups.permutation import permutation as permutation
 from psgd.groups.product import Product as Product
 from psgd.groups.triangular import LowerTriangular as LowerTriangular
 from psgd.groups.triangular import Triangular as Triangular
+from psgd.optimizer import PSGD as PSGD
+from psgd.plan import Plan as Plan
+from psgd.plan import plan as plan
+from psgd.plan import richest as richest
+from psgd.schedule import Bernoulli as Bernoulli
+from psgd.schedule import Regular as Regular
+from psgd.schedule import Schedule as Schedule
 from psgd.step_size import Normalized as Normalized
 from psgd.step_size import Smoothed as Smoothed
 from psgd.step_size import StepSize as StepSize

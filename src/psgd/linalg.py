@@ -42,9 +42,16 @@ def solve_triangular(a: Tensor, x: Tensor, upper: bool) -> Tensor:
 
 def frobenius(t: Tensor) -> Tensor:
     """‖T‖_F, a true bound of the spectral norm, tight within √rank."""
-    return torch.linalg.vector_norm(lift(t))
+    size = magnitude(t)
+    return size * torch.linalg.vector_norm(lift(t) / size)
 
 
 def maximum_modulus(t: Tensor) -> Tensor:
     """max |tᵢ|, in at least float32 so that a bound stays a bound."""
     return lift(t).abs().amax()
+
+
+def magnitude(t: Tensor) -> Tensor:
+    """max |tᵢ| > 0, to divide by before squaring: float32 has no square of 10²⁰, nor of 10⁻²³."""
+    floor = torch.finfo(lift(t).dtype).tiny
+    return maximum_modulus(t).clamp_min(floor) if t.numel() else lift(t).new_ones(())

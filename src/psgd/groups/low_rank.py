@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psgd.group import Group, Point, Residual, Where
-from psgd.linalg import lift, outer, solve
+from psgd.linalg import lift, magnitude, outer, solve
 from psgd.step_size import StepSize
 
 
@@ -91,10 +91,14 @@ class LowRank(Group):
         else:  # E = U Gᵀ, G = (x yᵀ − z wᵀ)ᵀU
             plus, minus, other, ell = outer(r.y, r.x @ u), outer(r.w, r.z @ u), u, q["ell_V"]
         gram, g = lift(other).mT @ lift(other), plus - minus
+        # A T that meets only the small singular values of O drowns in the rounding of OᵀO: bound that, too.
+        slack = 4 * torch.finfo(gram.dtype).eps * gram.diagonal().sum()
 
         def norm(t: Tensor) -> Tensor:
             """‖T Oᵀ‖_F, from the Gram matrix of the factor O that stays."""
-            return (lift(t) @ gram).mul(lift(t)).sum().clamp_min(0).sqrt()
+            size = magnitude(t)
+            t = lift(t) / size
+            return size * ((t @ gram + slack * t) * t).sum().sqrt()
 
         size, ell = rule(lr, ell, lambda: norm(g), lambda: norm(plus) + norm(minus))
         if coin:

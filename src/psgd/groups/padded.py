@@ -42,6 +42,15 @@ class Padded:
         """Return the starting point of the padded group, with the options of `Group.init`."""
         return self.part.init(self.size(n), **options)
 
+    @property
+    def scalable(self) -> bool:
+        """As `Group.scalable`."""
+        return self.part.scalable
+
+    def scaled(self, q: Point, s: float | Tensor) -> Point:
+        """As `Group.scaled`."""
+        return self.part.scaled(q, s)
+
     def balance(self, q: Point) -> Point:
         """As `Group.balance`."""
         return self.part.balance(q)

@@ -1,0 +1,166 @@
+"""Where the pairs (v, h) come from: exact Hessian products, finite differences, or the gradient itself.
+
+The choice is one of the objects `automatic`, `hessian`, `finite_difference`, `whiten`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psgd.evaluation import Evaluation, Gradients, Intercept
+from psgd.scope import real
+
+Memory = dict[str, Any]
+
+
+class Curvature(ABC):
+    """A source of pairs. `memory` belongs to one optimizer: what was found out, what was said."""
+
+    @abstractmethod
+    def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
+        """Evaluate the closure and return h, or None where it gives no second-order information."""
+
+    @abstractmethod
+    def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:
+        """Return what was intercepted outside a closure, or None."""
+
+    @property
+    def newton(self) -> bool:
+        """Whether the user asked for second-order information by name."""
+        return True
+
+
+@dataclass(frozen=True)
+class Hessian(Curvature):
+    """h = Hv exactly, by double backward. Raises where the model does not support it."""
+
+    def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
+        evaluation.first(v)
+        return self.accept(evaluation.seen, memory) if evaluation.seen.called else None
+
+    def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:
+        if seen.error:
+            raise RuntimeError(
+                f"curvature=hessian needs a model that can be differentiated twice, got: {seen.error}. "
+                "curvature=finite_difference (with a closure) and curvature=whiten do not need it."
+            )
+        memory["in_use"] = hessian
+        return average(seen.h, seen.params) if seen.called else None
+
+
+@dataclass(frozen=True)
+class FiniteDifference(Curvature):
+    """h = (g(θ + εv) − g(θ))/ε: two evaluations of the closure with the same random numbers."""
+
+    def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
+        evaluation.first(None)
+        if not evaluation.seen.called:
+            return None
+        memory["in_use"] = finite_difference
+        return evaluation.difference(v)
+
+    def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:
+        return None  # without a closure there is nothing to evaluate again
+
+
+@dataclass(frozen=True)
+class Whiten(Curvature):
+    """h = g: P tends to (E[ggᵀ])^(−½). No second derivative, no second evaluation."""
+
+    def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
+        memory["calls_backward"] = evaluation.plain(memory.get("calls_backward"))
+        return None
+
+    def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:
+        return None
+
+    @property
+    def newton(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Automatic(Curvature):
+    """Exact if that agrees with a finite difference (cosine > 0.9), else finite differences, else whitening.
+
+    What it settles on, and why, is said in one warning, unless it is the exact product.
+    """
+
+    tries: int = 3  # a kink (ReLU) may spoil a single finite difference
+
+    def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
+        settled: Curvature | None = memory.get("settled")
+        if settled is not None:
+            return settled.pair(evaluation, v, memory)
+        evaluation.first(v)
+        seen = evaluation.seen
+        if not seen.called:
+            return None
+        exact = None if seen.error else average(seen.h, seen.params)
+        try:
+            difference = evaluation.difference(v)
+        except RuntimeError as e:
+            why = f"the loss cannot be evaluated twice ({str(e).strip().splitlines()[0]})"
+            if exact is not None and not seen.suspects:
+                return self._settle(hessian, "", memory, exact)
+            return self._settle(whiten, f"{seen.error or 'unverified second derivatives'}, and {why}", memory, None)
+        if exact is None:
+            return self._settle(finite_difference, seen.error, memory, difference)
+        agreement = cosine(exact, difference)
+        if agreement > 0.9:
+            return self._settle(hessian, "", memory, exact)
+        memory["tries"] = memory.get("tries", 0) + 1
+        if memory["tries"] >= self.tries:
+            why = f"the second derivatives of this model disagree with finite differences (cosine {agreement:.2f})"
+            return self._settle(finite_difference, why, memory, difference)
+        memory["in_use"] = finite_difference
+        return difference
+
+    def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:
+        if not seen.called or memory.get("settled") is whiten:
+            return None
+        if seen.error or (seen.suspects and memory.get("settled") is not hessian):
+            doubt = "second derivatives that cannot be verified here: " + ", ".join(sorted(seen.suspects))
+            return self._settle(whiten, seen.error or doubt, memory, None)
+        return self._settle(hessian, "", memory, average(seen.h, seen.params))
+
+    @property
+    def newton(self) -> bool:
+        return False
+
+    @staticmethod
+    def _settle(on: Curvature, why: str, memory: Memory, h: Gradients | None) -> Gradients | None:
+        memory["settled"] = memory["in_use"] = on
+        if why:
+            name = {finite_difference: "finite differences", whiten: "gradient whitening"}[on]
+            warnings.warn(f"PSGD uses {name}, since exact Hessian products fail: {why}", stacklevel=6)
+        return h
+
+
+automatic, hessian, finite_difference, whiten = Automatic(), Hessian(), FiniteDifference(), Whiten()
+
+
+def cosine(a: Gradients, b: Gradients) -> float:
+    """Return the cosine between two lists of tensors; 1 if both vanish."""
+    both = [(real(x).double(), real(y).double()) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    dot, aa, bb = (sum((p[i] * p[j]).sum().item() for p in both) for i, j in ((0, 1), (0, 0), (1, 1)))
+    return 1.0 if aa == bb == 0 else dot / max((aa * bb) ** 0.5, 1e-300)
+
+
+def average(h: Gradients, params: Sequence[Tensor]) -> Gradients:
+    """Average h over the ranks of a data-parallel job: each has the product of its own batch alone."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return h
+    everywhere = [torch.zeros_like(p) if t is None else t for t, p in zip(h, params, strict=True)]
+    for t in everywhere:
+        dist.all_reduce(t)
+        t /= dist.get_world_size()
+    return list(everywhere)

@@ -1,0 +1,225 @@
+"""One evaluation of the user's loss: seen from outside, with a Hessian product taken on the way, or repeated at θ + εv."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Gradients = list[Tensor | None]
+
+
+def hvp(loss: Tensor, params: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Gradients, Gradients]:
+    """Return (g, h): the gradient of the loss and the exact Hessian product h = Hv, by double backward.
+
+    None stands for parameters that the loss does not reach. The loss keeps its graph.
+
+    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> hvp((x**3).sum(), [x], [torch.tensor([1.0, 1.0])])[1]
+    [tensor([ 6., 12.])]
+    """
+    g = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+    return [None if gi is None else gi.detach() for gi in g], _second(g, params, v)
+
+
+def _second(g: Sequence[Tensor | None], params: Sequence[Tensor], v: Sequence[Tensor]) -> Gradients:
+    live = [(gi, vi) for gi, vi in zip(g, v, strict=True) if gi is not None and gi.requires_grad]
+    found: Sequence[Tensor | None] = [None] * len(params)
+    if live:
+        outputs, probes = zip(*live, strict=True)
+        found = torch.autograd.grad(outputs, params, probes, retain_graph=True, allow_unused=True)
+    zeros = (None if gi is None else torch.zeros_like(gi) for gi in g)
+    return [z if hi is None or z is None else hi.detach() for hi, z in zip(found, zeros, strict=True)]
+
+
+class Intercept(TorchFunctionMode):
+    """Watches for backward passes; with probes v it takes h = Hv from each before the user's own runs.
+
+    Several backward passes (micro-batches) add up. A failed product is kept in `error`; the user's pass still runs.
+    """
+
+    def __init__(self, params: Sequence[Tensor], v: Sequence[Tensor] | None, scale: float = 1.0) -> None:
+        super().__init__()
+        self.params, self.v, self.scale = params, v, scale
+        self.h: Gradients = [None] * len(params)
+        self.called, self.error = False, ""
+        self.suspects: set[str] = set()
+        self.autocast: torch.dtype | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run func; before a backward pass, take the Hessian product."""
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            self.called = True
+            if self.v is not None and not self.error:
+                self._take(*args, **{k: kwargs[k] for k in ("gradient", "grad_tensors") if k in kwargs})
+        elif self.autocast is None and torch.is_autocast_enabled(self.params[0].device.type):
+            self.autocast = torch.get_autocast_dtype(self.params[0].device.type)
+        return func(*args, **kwargs)
+
+    def _take(self, loss: Any, gradient: Any = None, *_: Any, grad_tensors: Any = None) -> None:
+        outputs = [loss] if isinstance(loss, Tensor) else list(loss)
+        weights = gradient if gradient is not None else grad_tensors
+        weights = [weights] if isinstance(weights, Tensor) else weights
+        self.suspects |= suspects(outputs)
+        if "_DDPSinkBackward" in self.suspects:  # differentiating here would corrupt DDP's own reduction
+            self.error = "DistributedDataParallel(static_graph=True) does not survive a second derivative"
+            return
+        try:
+            g = torch.autograd.grad(outputs, self.params, weights, create_graph=True, allow_unused=True)
+            assert self.v is not None
+            for i, hi in enumerate(_second(g, self.params, self.v)):
+                if hi is not None:
+                    old = self.h[i]
+                    self.h[i] = hi / self.scale if old is None else old + hi / self.scale
+        except (RuntimeError, NotImplementedError) as e:
+            self.error = str(e).strip().splitlines()[0]
+        else:
+            if all(gi is None for gi in g):
+                self.error = "autograd reaches none of the parameters from this loss"
+
+
+def suspects(outputs: Sequence[Tensor]) -> set[str]:
+    """Name the nodes of a graph whose second derivative may be silently wrong."""
+    seen: set[Any] = set()
+    found: set[str] = set()
+    stack = [t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = node.name().split("::")[-1]
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or name.startswith("WeightNorm"):
+            found.add(name)
+        stack.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
+    return found
+
+
+class Evaluation:
+    """One call of a closure, either kind: one that returns the loss, or one that also runs backward itself."""
+
+    def __init__(self, closure: Callable[[], Any], params: Sequence[Tensor], model: nn.Module | None) -> None:
+        self.closure, self.params, self.model = closure, params, model
+        self.out: Any = None
+        self._before: Gradients = []
+        self._g: Gradients = []
+        self._rng: list[Tensor] = []
+        self.seen = Intercept(params, None)
+
+    def plain(self, calls_backward: bool | None) -> bool:
+        """Evaluate loss and gradient alone; return whether the closure runs backward itself."""
+        if calls_backward is None:
+            self.first(None)
+            return self.seen.called
+        if calls_backward:
+            before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.params]
+            self.out = self.closure()
+            now = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.params]
+            if any(g is not old or version != was for (g, version), (old, was) in zip(now, before, strict=True)):
+                return True
+        else:
+            self.out = self.closure()
+        self._backward()
+        return calls_backward
+
+    def first(self, v: Sequence[Tensor] | None) -> None:
+        """Evaluate under watch, taking h = Hv where v is given (see `seen`), so that it can be repeated."""
+        self._before = [None if p.grad is None else p.grad.clone() for p in self.params]
+        self._rng = _rng(self.params)
+        self.seen = Intercept(self.params, v)
+        self._g = self._run(self.seen)
+
+    def difference(self, v: Sequence[Tensor]) -> Gradients:
+        """Return h = (g(θ + εv) − g(θ))/ε after `first`, and leave everything as `first` left it."""
+        kept = [(p.grad, None if p.grad is None else p.grad.clone()) for p in self.params]
+        theta = [p.detach().clone() for p in self.params]
+        buffers = [] if self.model is None else [(b, b.clone()) for b in self.model.buffers()]
+        rng, out, eps = _rng(self.params), self.out, self._epsilon()
+        try:
+            with torch.no_grad():
+                for p, vi, g in zip(self.params, v, self._before, strict=True):
+                    p.add_(vi * eps.to(p.device))
+                    p.grad = None if g is None else g.clone()
+            _set_rng(self.params, self._rng)
+            g1 = self._run(Intercept(self.params, None))
+        finally:
+            with torch.no_grad():
+                for p, t, (grad, content) in zip(self.params, theta, kept, strict=True):
+                    p.copy_(t)
+                    p.grad = grad  # the same object: DDP's buckets and the user's references stay valid
+                    if grad is not None and content is not None:
+                        grad.copy_(content)
+                for buffer, content in buffers:
+                    buffer.copy_(content)
+            _set_rng(self.params, rng)
+            self.out = out
+        # subtracted in the gradient's own dtype: a cast before it would destroy h
+        pairs = zip(g1, self._g, strict=True)
+        return [None if b is None or a is None else (b - a) / eps.to(b.device) for b, a in pairs]
+
+    def _epsilon(self) -> Tensor:
+        """√(machine ε of the dtype that computes) · rms(θ), the balance of rounding and truncation."""
+        dtypes = [p.dtype for p in self.params] + ([self.seen.autocast] if self.seen.autocast else [])
+        machine = max(torch.finfo(dtype).eps for dtype in dtypes)
+        squares = [(p.detach().abs().double().square().sum().cpu(), p.numel()) for p in self.params]
+        rms = (sum(s for s, _ in squares) / max(1, sum(k for _, k in squares))) ** 0.5
+        return math.sqrt(machine) * torch.as_tensor(rms).clamp_min(0.03).float()  # zero-initialized weights: a floor
+
+    def _run(self, mode: Intercept) -> Gradients:
+        with torch.enable_grad(), _captured(self.params) as grads, mode:
+            self.out = self.closure()
+            if not mode.called:
+                self._backward()
+        return [p.grad if g is None else g for g, p in zip(grads, self.params, strict=True)] if mode.called else []
+
+    def _backward(self) -> None:
+        loss = self.out[0] if isinstance(self.out, (tuple, list)) and self.out else self.out
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            for p in self.params:
+                p.grad = None
+            with torch.enable_grad():
+                loss.backward()
+
+
+@contextlib.contextmanager
+def _captured(params: Sequence[Tensor]) -> Iterator[Gradients]:
+    """Collect each accumulated gradient before a closure can clip it."""
+    found: Gradients = [None] * len(params)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        yield found  # there .grad is final only after the reduction
+        for i, p in enumerate(params):
+            found[i] = None if p.grad is None else p.grad.clone()
+        return
+    handles = []
+    for i, p in enumerate(params):
+
+        def keep(leaf: Tensor, i: int = i) -> None:
+            found[i] = None if leaf.grad is None else leaf.grad.detach().clone()
+
+        if p.is_leaf and p.requires_grad:
+            handles.append(p.register_post_accumulate_grad_hook(keep))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _devices(params: Sequence[Tensor]) -> list[torch.device]:
+    return sorted({p.device for p in params if p.device.type != "cpu"}, key=str)
+
+
+def _rng(params: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in _devices(params))]
+
+
+def _set_rng(params: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in zip(_devices(params), states[1:], strict=True):
+        torch.get_device_module(device).set_rng_state(state, device)

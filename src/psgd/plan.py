@@ -1,0 +1,206 @@
+"""What a preconditioner costs, said before the first step: state, operations, Hessian products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from psgd.group import Group
+from psgd.groups.diagonal import Diagonal, Scalar
+from psgd.groups.involution import XMat
+from psgd.groups.named import lra
+from psgd.groups.padded import Padded
+from psgd.scope import Scope, leaves, real
+
+
+@dataclass(frozen=True)
+class Row:
+    """The cost of one scope: one parameter, or all that share a preconditioner."""
+
+    name: str
+    group: str
+    entries: int
+    state: int
+    adam: int
+    fit: float
+    precondition: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows and totals; `print(plan)` shows the table.
+
+    >>> import psgd
+    >>> print(psgd.plan(nn.Linear(784, 10), psgd.Diagonal()))
+    scope      group       entries    state     Adam  ops/fit  ops/step
+    2 tensors  Diagonal()    7,850  62.8 KB  62.8 KB    7e+04   1.6e+04
+    state 62.8 KB, 1.00 × Adam's 62.8 KB; 2.3e+04 operations and 0.1 Hessian products per step
+    """
+
+    rows: tuple[Row, ...]
+    prob: float
+
+    @property
+    def state(self) -> int:
+        """Bytes of state in all."""
+        return sum(row.state for row in self.rows)
+
+    @property
+    def adam(self) -> int:
+        """Bytes that Adam would keep: two moments."""
+        return sum(row.adam for row in self.rows)
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions per step, on average, besides those of the model."""
+        return sum(row.precondition + self.prob * row.fit for row in self.rows)
+
+    @property
+    def hvps(self) -> float:
+        """Hessian products (or second gradients) per step, on average."""
+        return self.prob
+
+    def __str__(self) -> str:
+        head = ("scope", "group", "entries", "state", "Adam", "ops/fit", "ops/step")
+        body = [
+            (r.name, r.group, f"{r.entries:,}", _bytes(r.state), _bytes(r.adam), f"{r.fit:.2g}", f"{r.precondition:.2g}")
+            for r in self.rows
+        ]
+        widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
+        lines = [
+            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+            for row in (head, *body)
+        ]
+        ratio = self.state / self.adam if self.adam else 0.0
+        return "\n".join(
+            [
+                *(line.rstrip() for line in lines),
+                f"state {_bytes(self.state)}, {ratio:.2f} × Adam's {_bytes(self.adam)}; "
+                f"{self.operations:.2g} operations and {self.hvps:.2g} Hessian products per step",
+            ]
+        )
+
+
+def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: float = 0.9) -> Plan:
+    """Say what PSGD with this group will cost for a model, its parameters, or an optimizer's param_groups.
+
+    Operations are counted on shapes alone, without data: every group is traced once on the meta device.
+
+    >>> import psgd
+    >>> costs = psgd.plan(nn.Linear(784, 10), psgd.Diagonal())
+    >>> costs.state == costs.adam + 4  # d and the momentum, and the step-size memory
+    True
+    """
+    from psgd.optimizer import _schedule
+
+    rows = []
+    for name, members, chosen, options in _scopes(model, group):
+        scope = Scope(chosen, members, options.get("precond_dtype"))
+        held = momentum if not options else options["momentum"]
+        if options:
+            schedule = _schedule(options)
+            precond_prob = sum(schedule.due(t, 0) for t in range(10_000)) / 10_000
+        point = chosen.init(scope.n, dtype=scope.dtype, device=torch.device("meta"))
+        item = scope.dtype.itemsize
+        state = sum(t.numel() * t.element_size() for t in leaves(point)) + (scope.n * item if held else 0)
+        adam = 2 * sum(real(p).numel() * p.element_size() // (2 if p.is_complex() else 1) for p in members)
+        x = torch.empty(scope.n, dtype=scope.dtype, device="meta")
+        fit = _operations(lambda c=chosen, q=point, x=x: c.fit(q, x, x))
+        precondition = _operations(lambda c=chosen, q=point, x=x: c.precondition(q, x))
+        rows.append(Row(name, str(chosen), scope.n, state, adam, fit, precondition))
+    return Plan(tuple(rows), precond_prob)
+
+
+def richest(params: Iterable[Tensor], memory_budget: float) -> Group:
+    """Return the richest joint group whose state, with momentum, fits a budget in bytes.
+
+    >>> richest(nn.Linear(100, 10).parameters(), memory_budget=100_000)
+    LowRank(rank=10) @ Diagonal()
+    """
+    params = list(params)
+    candidates: list[Group] = [lra(r) for r in (100, 50, 20, 10, 5, 2, 1)] + [XMat(), Diagonal(), Scalar()]
+    for group in candidates:
+        if plan(params, group).state <= memory_budget:
+            return group
+    least = plan(params, Scalar()).state
+    raise ValueError(f"memory_budget needs at least {least} bytes for these parameters, got {memory_budget:g}")
+
+
+def _scopes(model: Any, group: Any) -> list[tuple[str, list[Tensor], Group | Padded, dict[str, Any]]]:
+    """Group parameters as the optimizer will: (name, members, group, options)."""
+    if isinstance(model, nn.Module):
+        named: Sequence[Any] = list(model.named_parameters())
+    else:
+        named = list(model)
+    if not named:
+        raise ValueError("a plan needs parameters, got none")
+    if not isinstance(named[0], dict):
+        named = [{"params": named, "group": lra(10) if group is None else group, "bare": True}]
+    found: dict[Any, list[tuple[str, Tensor]]] = {}
+    options: dict[Any, dict[str, Any]] = {}
+    for pg in named:
+        names = pg.get("param_names") or [None] * len(pg["params"])
+        for i, (item, name) in enumerate(zip(pg["params"], names, strict=True)):
+            name, p = item if isinstance(item, tuple) else (name or f"parameter {i}", item)
+            if not (p.requires_grad and p.numel()):
+                continue
+            joint = isinstance(pg["group"], (Group, Padded))
+            key = (pg["group"], pg.get("scope"), p.device) if joint else (name, id(p))
+            found.setdefault(key, []).append((name, p))
+            options[key] = {} if pg.get("bare") else pg
+    result = []
+    for key, members in found.items():
+        chosen = key[0] if isinstance(key[0], (Group, Padded)) else None
+        params = [p for _, p in members]
+        if chosen is None:
+            rule = options[key].get("group", group)
+            chosen = rule(tuple(real(params[0]).shape))
+        name = members[0][0] if len(members) == 1 else f"{len(members)} tensors"
+        result.append((name, params, chosen, options[key]))
+    return result
+
+
+class _Counter(TorchDispatchMode):
+    """Counts operations: two for each multiply-add of a matrix product, one for each entry that another op writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        first = out[0] if isinstance(out, (tuple, list)) and out else out
+        if not isinstance(first, Tensor):
+            return out
+        name = func.name()
+        if name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::mv", "aten::dot"):
+            inner = next(a for a in args if isinstance(a, Tensor)).shape[-1]
+            self.total += 2.0 * first.numel() * inner
+        elif "linalg" in name or "lu_" in name:
+            n = first.shape[-1] if first.ndim else 1
+            self.total += 2.0 / 3.0 * n**3 if "triangular" not in name else float(first.numel() * n)
+        elif "fft" in name:
+            self.total += 5.0 * first.numel() * math.log2(max(2, first.shape[-1]))
+        elif not getattr(func, "is_view", False):
+            self.total += float(max([first.numel(), *(a.numel() for a in args if isinstance(a, Tensor))]))
+        return out
+
+
+def _operations(run: Any) -> float:
+    with _Counter() as counter, torch.no_grad():
+        run()
+    return counter.total
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError

@@ -1,0 +1,119 @@
+"""A scope: parameters that share one preconditioner.
+
+The mathematics wants one flat vector and one point. Checkpoints want everything per parameter. Both are views of one
+storage: a leaf whose leading axis has length n holds a row for each entry of the parameters, so that each parameter owns
+its rows, in its own shape; any other leaf (step-size memories, Kronecker factors) is kept by the scope's first parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from psgd.group import Group, Point
+from psgd.groups.padded import Padded
+from psgd.probes import generator, mix
+
+State = Mapping[Tensor, dict[str, Any]]
+
+
+def real(t: Tensor) -> Tensor:
+    """View a complex tensor as pairs of reals; a real one as it is."""
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+class Scope:
+    """One group's point over the concatenation of some parameters, in lockstep with their entries of the state."""
+
+    def __init__(self, group: Group | Padded, params: Sequence[Tensor], dtype: torch.dtype | None) -> None:
+        self.group, self.params = group, list(params)
+        self.sizes = [real(p).numel() for p in self.params]
+        self.n, self.device = sum(self.sizes), self.params[0].device
+        default = torch.float32
+        for p in self.params:
+            default = torch.promote_types(default, real(p).dtype)
+        self.dtype = dtype or default
+        self.point: Point = {}
+        self._installed: list[Any] = []
+
+    # --- storage
+
+    def create(self, state: State, scale: float, seed: int, index: int) -> None:
+        """Start at Q = scale·I."""
+        rng = generator(mix(seed, index), -2)
+        self.point = self.group.init(self.n, scale=scale, generator=rng, dtype=self.dtype, device=self.device)
+        self._install(state)
+
+    def restore(self, state: State) -> None:
+        """Take the point from the per-parameter state, as after a load, a copy or a move."""
+        template = self.group.init(self.n, dtype=self.dtype, device=torch.device("meta"))
+        self.point = self._gather(template, [state[p]["q"] for p in self.params])
+        self._install(state)
+
+    def intact(self, state: State) -> bool:
+        """Whether the state still holds the views that were installed."""
+        return all(state[p].get("q") is q for p, q in zip(self.params, self._installed, strict=True))
+
+    def _install(self, state: State) -> None:
+        self._installed = self._slices(self.point)
+        for p, q in zip(self.params, self._installed, strict=True):
+            state[p]["q"] = q
+
+    def _slices(self, point: Point) -> list[Point]:
+        slices: list[Point] = [{} for _ in self.params]
+        for key, leaf in point.items():
+            if isinstance(leaf, dict):
+                for q, inner in zip(slices, self._slices(leaf), strict=True):
+                    q[key] = inner
+            elif leaf.shape[:1] == (self.n,):
+                for q, p, rows in zip(slices, self.params, leaf.split(self.sizes), strict=True):
+                    q[key] = rows.view(*real(p).shape, *leaf.shape[1:])
+            else:
+                slices[0][key] = leaf
+        return slices
+
+    def _gather(self, template: Point, slices: Sequence[Point]) -> Point:
+        point: Point = {}
+        for key, leaf in template.items():
+            if isinstance(leaf, dict):
+                point[key] = self._gather(leaf, [q[key] for q in slices])
+                continue
+            rows = leaf.shape[:1] == (self.n,)
+            pieces = [q[key].reshape(-1, *leaf.shape[1:]) for q in slices] if rows else [slices[0][key].clone()]
+            value = torch.cat(pieces) if rows else pieces[0]
+            if value.shape != leaf.shape:
+                raise ValueError(f"state of {self.group} needs {key!r} of shape {tuple(leaf.shape)}, got {tuple(value.shape)}")
+            point[key] = value.to(self.device)
+        return point
+
+    # --- vectors
+
+    def flat(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Concatenate one tensor for each parameter; None counts as zero."""
+        pieces = [
+            torch.zeros(size, dtype=self.dtype, device=self.device) if t is None else real(t).reshape(-1).to(self.dtype)
+            for t, size in zip(tensors, self.sizes, strict=True)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Cut a flat vector into the shapes of the parameters (complex ones as pairs of reals)."""
+        return [piece.view(real(p).shape) for p, piece in zip(self.params, x.split(self.sizes), strict=True)]
+
+    # --- fitting
+
+    def move(self, new: Point, ok: Tensor) -> None:
+        """Write a new point in place, or leave the old one where `ok` is false: no host synchronization."""
+        for old, leaf in zip(leaves(self.point), leaves(new), strict=True):
+            old.copy_(torch.where(ok, leaf, old))
+
+
+def leaves(point: Point) -> Iterator[Tensor]:
+    """Iterate over a point's tensors in the order of their sorted keys."""
+    return itertools.chain.from_iterable(
+        leaves(point[k]) if isinstance(point[k], dict) else (point[k],) for k in sorted(point)
+    )
