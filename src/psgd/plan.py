@@ -37,10 +37,10 @@ class Plan:
     """Rows and totals; `print(plan)` shows the table.
 
     >>> import psgd
-    >>> print(psgd.plan(nn.Linear(784, 10), psgd.Diagonal()))
+    >>> print(psgd.plan(nn.Linear(784, 10), psgd.Diagonal()))  # doctest: +ELLIPSIS
     scope      group       entries    state     Adam  ops/fit  ops/step
-    2 tensors  Diagonal()    7,850  62.8 KB  62.8 KB    7e+04   1.6e+04
-    state 62.8 KB, 1.00 × Adam's 62.8 KB; 2.3e+04 operations and 0.1 Hessian products per step
+    2 tensors  Diagonal()    7,850  62.8 KB  62.8 KB ...
+    state 62.8 KB, 1.00 × Adam's 62.8 KB; ... operations and 0.1 Hessian products per step
     """
 
     rows: tuple[Row, ...]
