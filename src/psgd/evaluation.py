@@ -135,12 +135,15 @@ class Evaluation:
         self.seen = Intercept(self.params, v)
         self._g = self._run(self.seen)
 
-    def difference(self, v: Sequence[Tensor]) -> Gradients:
-        """Return h = (g(θ + εv) − g(θ))/ε after `first`, and leave everything as `first` left it."""
+    def difference(self, v: Sequence[Tensor], shrink: float = 1.0) -> Gradients:
+        """Return h = (g(θ + εv) − g(θ))/ε after `first`, and leave everything as `first` left it.
+
+        `shrink` makes ε smaller than its best value for smooth losses.
+        """
         kept = [(p.grad, None if p.grad is None else p.grad.clone()) for p in self.params]
         theta = [p.detach().clone() for p in self.params]
         buffers = [] if self.model is None else [(b, b.clone()) for b in self.model.buffers()]
-        rng, out, eps = _rng(self.params), self.out, self._epsilon()
+        rng, out, eps = _rng(self.params), self.out, shrink * self._epsilon()
         try:
             with torch.no_grad():
                 for p, vi, g in zip(self.params, v, self._before, strict=True):
