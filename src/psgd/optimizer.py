@@ -27,6 +27,7 @@ Rule = Callable[[tuple[int, ...]], Group]
 STATE_VERSION = 1
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
 _BALANCE_EVERY = 10
+_SOURCES = (None, hessian, finite_difference, whiten)  # as numbers in a checkpoint
 
 
 class PSGD(Optimizer):
@@ -96,7 +97,7 @@ class PSGD(Optimizer):
                 raise ValueError("PSGD takes a group or a memory_budget, got both")
             from psgd.plan import richest
 
-            params = list(params)
+            params = _listed(params)
             group = richest(_tensors(params), memory_budget)
         defaults = dict(
             group=lra(10) if group is None else group,
@@ -153,20 +154,19 @@ class PSGD(Optimizer):
         """Take Hessian products from the backward passes inside: `with opt.curvature(): loss.backward()`.
 
         Any number of micro-batches: v stays the same until `step`, and h adds up. Where the next step does not update
-        the preconditioner, this does nothing. Pass the GradScaler that scales the loss.
+        the preconditioner, this does nothing. Pass the GradScaler that scales the loss. `step` may also come inside.
         """
-        source: Curvature = self.defaults["curvature"]
-        if not self.due or whiten in (source, self._runtime.get("settled")) or source == finite_difference:
+        memory, chosen = self._runtime, (self.param_groups[0]["curvature"], self._runtime.get("settled"))
+        if not self.due or memory.get("stepping") or whiten in chosen or finite_difference in chosen:
             yield
             return
-        seen = self._runtime.get("pending")
-        if seen is None:
-            params = self._trainable()
-            seen = Intercept(params, self._probes(params))
+        params = self._trainable()
+        if "pending" not in memory or all(p.grad is None for p in params):  # gradients start anew, so does h
+            memory["pending"] = Intercept(params, self._probes(params))
+        seen: Intercept = memory["pending"]
         seen.scale = 1.0 if scaler is None else scaler.get_scale()
         with seen:
             yield
-        self._runtime["pending"] = seen
 
     # --- the step
 
@@ -177,18 +177,22 @@ class PSGD(Optimizer):
         due, params = self.due, self._trainable()
         v = self._probes(params) if due else []
         pending: Intercept | None = memory.pop("pending", None)
-        h = None
+        h, probes = None, dict(zip(params, v, strict=False))
         if closure is not None:
             evaluation = Evaluation(closure, params, memory.get("model"))
-            with torch.enable_grad():
-                if due:
-                    h = source.pair(evaluation, v, memory)
-                else:
-                    memory["calls_backward"] = evaluation.plain(memory.get("calls_backward"))
+            memory["stepping"] = True
+            try:
+                with torch.enable_grad():
+                    if due and params:
+                        h = source.pair(evaluation, v, memory)
+                    else:
+                        evaluation.plain()
+            finally:
+                memory["stepping"] = False
             out = evaluation.out
-        elif pending is not None:
-            h = source.accept(pending, memory)
-        self._update(due, dict(zip(params, v, strict=False)), None if h is None else dict(zip(params, h, strict=True)), out)
+        if pending is not None and h is None:  # Lightning's manual mode passes a closure that does nothing
+            h, params = source.accept(pending, memory), pending.params
+        self._update(due, probes, None if h is None else dict(zip(params, h, strict=True)), out)
         return out
 
     @torch.no_grad()
@@ -200,14 +204,21 @@ class PSGD(Optimizer):
             return
         with torch.autocast(next(iter(grads)).device.type, enabled=False):
             scopes = self._scopes()
-            ok = _finite(grads.values(), out)
+            ok = _finite([*grads.values(), *(t for t in (h or {}).values() if t is not None)], out)
+            self._count_skip(scopes[0], ok)
             fitting = due and self._decide(h)
+            if fitting and h is None:  # a gradient may also have been put on a tensor that does not require one
+                h, late = grads, [p for p in grads if p not in v]
+                v = v | dict(zip(late, self._probes(late), strict=True))
+            elif fitting and h is not None:
+                known = ((p, t) for p, t in h.items() if t is not None and p in grads and p in v)
+                h = {p: _regularized(t, v[p], index[p]) for p, t in known}
             outputs = []
             for scope in scopes:
                 if not any(p in grads for p in scope.params):
                     continue
                 if fitting:
-                    self._fit(scope, index[scope.params[0]], ok, grads, v, h)
+                    self._fit(scope, index[scope.params[0]], ok, v, h)
                 outputs.append((scope, self._direction(scope, index, ok, grads)))
             self._clip(outputs)
             for scope, d in outputs:
@@ -225,7 +236,8 @@ class PSGD(Optimizer):
         if h is None:
             if memory.get("in_use") in (hessian, finite_difference):
                 return False
-            if self.param_groups[0]["curvature"].newton and not memory.get("warned"):
+            lead = self.param_groups[0]  # distributed checkpoints make the state by a step with lr = 0
+            if lead["curvature"].newton and lead["lr"] and not memory.get("warned"):
                 memory["warned"] = True
                 warnings.warn(
                     "PSGD falls back to gradient whitening: a plain step() holds no second-order information. "
@@ -241,27 +253,18 @@ class PSGD(Optimizer):
         assert g is not None
         if g.is_sparse:
             raise RuntimeError("PSGD does not support sparse gradients; use Embedding(..., sparse=False)")
-        g = -g if pg["maximize"] else g
-        return g.add(p, alpha=pg["l2"]) if pg["l2"] else g
+        return _regularized(g, p, pg)
 
     def _fit(
-        self,
-        scope: Scope,
-        pg: dict[str, Any],
-        ok: Tensor,
-        grads: dict[Tensor, Tensor],
-        probes: dict[Tensor, Tensor],
-        products: dict[Tensor, Any] | None,
+        self, scope: Scope, pg: dict[str, Any], ok: Tensor, probes: dict[Tensor, Tensor], products: dict[Tensor, Any]
     ) -> None:
-        found = [(grads if products is None else products).get(p) for p in scope.params]
+        found = [products.get(p) for p in scope.params]
         h = scope.flat(found)
         v = scope.flat([None if t is None else probes[p] for p, t in zip(scope.params, found, strict=True)])
-        if products is not None and pg["l2"]:
-            h = h + pg["l2"] * v
         ok = ok & h.isfinite().all() & (h != 0).any()  # a pair without curvature says nothing: Q would grow for ever
         h = torch.where(ok, h, 0)
         point, group = scope.point, scope.group
-        if pg["init_scale"] is None and pg["updates"] < _SCALE_PAIRS and group.scalable:
+        if pg["init_scale"] is None and group.scalable:
             point = group.scaled(point, self._rescale(self.state[scope.params[0]], v, h, ok))
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
         point = group.fit(point, v, h, lr=pg["precond_lr"], coin=coin, rule=pg["rule"])
@@ -274,8 +277,12 @@ class PSGD(Optimizer):
         """Return the factor that brings Q to the scale P ≈ 1/level, level the largest curvature met so far."""
         most = h.abs().amax().clamp_min(torch.finfo(h.dtype).tiny)
         level = most * (h / most).pow(4).mean().pow(0.25) / v.square().mean().sqrt()  # fourth moment: heavy tails count
+        for key in ("level", "pairs"):
+            state.setdefault(key, torch.zeros((), dtype=level.dtype, device=level.device))
+        ok = ok & (state["pairs"] < _SCALE_PAIRS)
         old = state["level"].clone()
         state["level"].copy_(torch.where(ok, torch.maximum(old, level), old))
+        state["pairs"].add_(ok)
         new = torch.where(ok, state["level"], 1.0)
         return torch.where(ok, torch.where(old > 0, old / new, 1 / new).sqrt(), 1.0)
 
@@ -287,8 +294,8 @@ class PSGD(Optimizer):
         for p in scope.params:
             g, beta, state = grads.get(p), index[p]["momentum"], self.state[p]
             if g is not None and beta:
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(real(p), dtype=scope.dtype, memory_format=torch.contiguous_format)
+                if "momentum" not in state:  # turned on after some steps: the warm-up is over
+                    state["momentum"] = torch.where(ok, real(g), 0).to(scope.wide(p)).contiguous()
                 m = state["momentum"]
                 # a mean of the first gradients, then an exponential average; where a step is skipped, no change
                 weight = (1 / (1 + state["step"])).clamp_min(1 - beta)
@@ -337,21 +344,25 @@ class PSGD(Optimizer):
             else:
                 real(p).add_(step, alpha=-lr)
             self.state[p]["step"].add_(ok)
+
+    def _count_skip(self, scope: Scope, ok: Tensor) -> None:
         state = self.state[scope.params[0]]
-        if "skipped" in state:
-            state["skipped"].add_(~ok)
+        state.setdefault("skipped", torch.zeros((), device=scope.device)).add_(~ok)
 
     # --- scopes and probes
 
     def _trainable(self) -> list[Tensor]:
-        return [p for pg in self.param_groups for p in pg["params"] if p.requires_grad and p.numel()]
+        found = [p for pg in self.param_groups for p in pg["params"] if p.requires_grad and p.numel()]
+        if any(hasattr(p, "device_mesh") for p in found):
+            raise NotImplementedError("PSGD does not support DTensor parameters (FSDP2, tensor parallel) yet; use DDP")
+        return found
 
     def _probes(self, params: Sequence[Tensor]) -> list[Tensor]:
         lead = self.param_groups[0]
         place = {p: i for i, p in enumerate(p for pg in self.param_groups for p in pg["params"])}
         return [normal_like(p, lead["seed"], lead["iteration"], place[p]) for p in params]
 
-    def _scopes(self) -> list[Scope]:
+    def _scopes(self, create: bool = True) -> list[Scope]:
         """Return the scopes, made or restored where needed. Parameters that come later get one of their own."""
         fresh: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = {}
         known: dict[int, list[tuple[Tensor, dict[str, Any]]]] = {}
@@ -359,16 +370,17 @@ class PSGD(Optimizer):
             for p in pg["params"]:
                 if p in self.state and "scope" in self.state[p]:
                     known.setdefault(int(self.state[p]["scope"]), []).append((p, pg))
-                elif p.requires_grad and p.numel():
+                elif p.numel() and (p.requires_grad or p.grad is not None):
                     joint = isinstance(pg["group"], (Group, Padded))
                     key = (pg["group"], pg["scope"], p.device) if joint else (id(p),)
                     fresh.setdefault(key, []).append((p, pg))
-        cache: dict[int, Scope] = self._runtime.setdefault("scopes", {})
+        old: dict[int, Scope] = self._runtime.get("scopes", {})
+        cache = self._runtime["scopes"] = {n: old[n] for n in known if n in old}
         for number, members in known.items():
-            if number not in cache or not cache[number].intact(self.state):
+            if number not in cache or not cache[number].intact(self.state, [p for p, _ in members]):
                 cache[number] = self._scope(members)
                 cache[number].restore(self.state)
-        for members in fresh.values():
+        for members in fresh.values() if create else ():
             number = max(cache, default=-1) + 1
             cache[number] = scope = self._scope(members)
             self._create(scope, number, members[0][1])
@@ -379,15 +391,15 @@ class PSGD(Optimizer):
         (first, pg), params = members[0], [p for p, _ in members]
         group = pg["group"]
         if not isinstance(group, (Group, Padded)):
-            group = group(tuple(real(first).shape))
+            group = group(tuple(real(first).shape) or (1,))
         return Scope(group, params, pg["precond_dtype"])
 
     def _create(self, scope: Scope, number: int, pg: dict[str, Any]) -> None:
         for p in scope.params:
             self.state[p].update(step=torch.zeros((), device=p.device), scope=number)
-        if number == 0:
-            self.state[scope.params[0]]["skipped"] = torch.zeros((), device=scope.device)
-        self.state[scope.params[0]]["level"] = torch.zeros((), dtype=scope.dtype, device=scope.device)
+            if pg["momentum"]:
+                zero = torch.zeros_like(real(p), dtype=scope.wide(p), memory_format=torch.contiguous_format)
+                self.state[p]["momentum"] = zero
         scope.create(self.state, pg["init_scale"] or 1.0, pg["seed"], number)
 
     # --- persistence
@@ -395,24 +407,49 @@ class PSGD(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As for every optimizer; objects (group, rule, schedule, …) are the constructor's business and stay out."""
         packed = super().state_dict()
-        packed["param_groups"] = [{k: v for k, v in pg.items() if _plain(v)} for pg in packed["param_groups"]]
+        settled = _SOURCES.index(self._runtime.get("settled"))
+        packed["param_groups"] = [
+            {k: v for k, v in pg.items() if _plain(k, v)} | {"settled": settled} for pg in packed["param_groups"]
+        ]
         return packed
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping every dtype as it was saved."""
-        for pg in state_dict["param_groups"]:
-            if pg.get("version", STATE_VERSION) > STATE_VERSION:
-                raise ValueError(f"this psgd reads state version {STATE_VERSION}, got version {pg['version']}")
-        objects = [{k: v for k, v in pg.items() if not _plain(v)} for pg in self.param_groups]
-        super().load_state_dict(state_dict)
+        objects = [{k: v for k, v in pg.items() if not _plain(k, v)} for pg in self.param_groups]
+        final: list[dict[str, Any]] = []
+
+        def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
+            final.append(state_dict)
+            for pg in state_dict["param_groups"]:
+                if pg.get("version", STATE_VERSION) > STATE_VERSION:
+                    raise ValueError(f"this psgd reads state version {STATE_VERSION}, got version {pg['version']}")
+
+        # hooks of our own: after the user's have changed what is to be loaded, and before they see what was
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(lambda _: self._complete(final[0], objects), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _complete(self, loaded: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+        """Put back what the base class casts (it knows only the dtype of the parameter) and what is not saved."""
         for pg, kept in zip(self.param_groups, objects, strict=True):
             pg.update(kept)
-        saved = state_dict["state"]
-        names = (n for pg in state_dict["param_groups"] for n in pg["params"])
+        names = (n for pg in loaded["param_groups"] for n in pg["params"])
         for name, p in zip(names, (p for pg in self.param_groups for p in pg["params"]), strict=True):
-            if name in saved:
-                self.state[p] = _copied(saved[name], p.device)
+            if name in loaded["state"]:
+                state = _copied(loaded["state"][name], p.device)
+                state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=p.device)
+                self.state[p] = state
+        lead = self.param_groups[0]
+        if lead["curvature"] == automatic:
+            self._runtime["settled"] = _SOURCES[int(lead.get("settled", 0))]
+        self._scopes(create=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore after a load, a deepcopy or unpickling: caches and findings are made anew."""
@@ -429,19 +466,26 @@ def _schedule(pg: dict[str, Any]) -> Schedule:
     return prob if isinstance(prob, Schedule) else Regular(prob)
 
 
+def _listed(params: Any) -> list[Any]:
+    """Return the same parameters or param_groups, with lists where generators could be read only once."""
+    if isinstance(params, Tensor):
+        return [params]
+    return [item | {"params": _listed(item["params"])} if isinstance(item, dict) else item for item in params]
+
+
 def _tensors(params: Iterable[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for item in params:
         if isinstance(item, dict):
-            found += _tensors(item["params"] if not isinstance(item["params"], Tensor) else [item["params"]])
+            found += _tensors(item["params"])
         else:
             found.append(item[1] if isinstance(item, tuple) else item)
     return found
 
 
-def _plain(value: Any) -> bool:
+def _plain(key: str, value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
+        return key == "param_names" or all(_plain(key, item) for item in value)
     return value is None or isinstance(value, (bool, int, float, Tensor))
 
 
@@ -451,13 +495,19 @@ def _copied(value: Any, device: torch.device) -> Any:
     return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def _finite(grads: Iterable[Tensor], out: Any) -> Tensor:
-    """Whether all gradients, and the loss if it is a tensor, are finite: on the device, without a wait."""
-    worst = [torch.linalg.vector_norm(real(g), float("inf")) for g in grads]
+def _regularized(t: Tensor, x: Tensor, pg: dict[str, Any]) -> Tensor:
+    """±g + λθ or ±h + λv, the derivatives of ±f + ½λ‖θ‖²."""
+    t = -t if pg["maximize"] else t
+    return t.add(x, alpha=pg["l2"]) if pg["l2"] else t
+
+
+def _finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
+    """Whether gradients, products and the loss are finite: on the device, without a wait."""
+    checks = [torch.linalg.vector_norm(real(t), float("inf")).isfinite() for t in tensors]
     loss = out[0] if isinstance(out, (tuple, list)) and out else out
-    if isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel():
-        worst.append(loss.detach().sum())
-    return torch.stack([t.float().to(worst[0].device) for t in worst]).isfinite().all()
+    if isinstance(loss, (float, Tensor)):
+        checks.append(torch.as_tensor(loss).detach().isfinite().all())
+    return torch.stack([t.to(checks[0].device) for t in checks]).all()
 
 
 def _validate(options: dict[str, Any]) -> None:
@@ -465,7 +515,7 @@ def _validate(options: dict[str, Any]) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
-    elif not lr >= 0:
+    if not lr >= 0:
         raise ValueError(f"PSGD needs lr >= 0, got {lr}")
     for key in ("weight_decay", "l2"):
         if not options[key] >= 0:
@@ -479,6 +529,10 @@ def _validate(options: dict[str, Any]) -> None:
             raise ValueError(f"PSGD needs {key} > 0 or None, got {options[key]}")
     if not isinstance(options["curvature"], Curvature):
         raise ValueError(f"curvature needs to be one of automatic, hessian, finite_difference, whiten, got {options['curvature']!r}")
+    if not isinstance(options["rule"], StepSize):
+        raise ValueError(f"rule needs to be a StepSize, as Smoothed() or Normalized(), got {options['rule']!r}")
+    if options["precond_dtype"] is not None and not options["precond_dtype"].is_floating_point:
+        raise ValueError(f"precond_dtype needs to be a floating-point dtype, got {options['precond_dtype']}")
     if not callable(options["group"]) and not isinstance(options["group"], (Group, Padded)):
         raise ValueError(f"group needs to be a Group or a rule from shape to group, got {options['group']!r}")
     _schedule(options)
