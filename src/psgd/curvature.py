@@ -5,6 +5,7 @@ The choice is one of the objects `automatic`, `hessian`, `finite_difference`, `w
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -51,8 +52,10 @@ class Hessian(Curvature):
                 f"curvature=hessian needs a model that can be differentiated twice, got: {seen.error}. "
                 "curvature=finite_difference (with a closure) and curvature=whiten do not need it."
             )
+        if not seen.called:
+            return None
         memory["in_use"] = hessian
-        return average(seen.h, seen.params) if seen.called else None
+        return average(seen.h, seen.params)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Whiten(Curvature):
     """h = g: P tends to (E[ggᵀ])^(−½). No second derivative, no second evaluation."""
 
     def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
-        memory["calls_backward"] = evaluation.plain(memory.get("calls_backward"))
+        evaluation.plain()
         return None
 
     def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:
@@ -95,22 +98,30 @@ class Automatic(Curvature):
 
     def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
         settled: Curvature | None = memory.get("settled")
-        if settled is not None:
+        if settled is not None and settled is not hessian:
             return settled.pair(evaluation, v, memory)
         evaluation.first(v)
         seen = evaluation.seen
         if not seen.called:
             return None
         exact = None if seen.error else average(seen.h, seen.params)
+        if settled is hessian and exact is not None:  # a model may lose its second derivatives on the way
+            return self._settle(hessian, "", memory, exact)
         try:
             difference = evaluation.difference(v)
             if exact is None:
+                self._demand_repeatable(evaluation, v, difference)
                 return self._settle(finite_difference, seen.error, memory, difference)
             agreement = cosine(exact, difference)
+            if not math.isfinite(agreement):  # the optimizer skips this step; it says nothing about the model
+                memory["in_use"] = hessian
+                return exact
             for shrink in (0.1, 0.01, 0.001):
                 # a kink (ReLU, max-pooling) on the way to θ + εv spoils a right product; a wrong one fails for every ε
                 if agreement <= 0.9:
                     agreement = cosine(exact, evaluation.difference(v, shrink))
+            if agreement <= 0.9:
+                self._demand_repeatable(evaluation, v, difference)
         except RuntimeError as e:
             why = f"the loss cannot be evaluated twice ({str(e).strip().splitlines()[0]})"
             if exact is not None and not seen.suspects:
@@ -134,6 +145,13 @@ class Automatic(Curvature):
         return False
 
     @staticmethod
+    def _demand_repeatable(evaluation: Evaluation, v: Sequence[Tensor], difference: Gradients) -> None:
+        """Raise if the closure has another gradient at the same θ: one that draws its own batch has no difference."""
+        noise = evaluation.difference([torch.zeros_like(t) for t in v])
+        if not norm(noise) <= 0.1 * norm(difference):
+            raise RuntimeError("the closure returns another gradient when it is called again")
+
+    @staticmethod
     def _settle(on: Curvature, why: str, memory: Memory, h: Gradients | None) -> Gradients | None:
         memory["settled"] = memory["in_use"] = on
         if why:
@@ -150,6 +168,11 @@ def cosine(a: Gradients, b: Gradients) -> float:
     both = [(real(x).double(), real(y).double()) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
     dot, aa, bb = (sum((p[i] * p[j]).sum().item() for p in both) for i, j in ((0, 1), (0, 0), (1, 1)))
     return 1.0 if aa == bb == 0 else dot / max((aa * bb) ** 0.5, 1e-300)
+
+
+def norm(a: Gradients) -> float:
+    """Return the norm of a list of tensors."""
+    return sum(real(x).double().square().sum().item() for x in a if x is not None) ** 0.5
 
 
 def average(h: Gradients, params: Sequence[Tensor]) -> Gradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,9 +57,9 @@ class Intercept(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.Tensor.backward, torch.autograd.backward):
             self.called = True
-            if self.v is not None and not self.error:
+            if self.v and not self.error:
                 self._take(*args, **{k: kwargs[k] for k in ("gradient", "grad_tensors") if k in kwargs})
-        elif self.autocast is None and torch.is_autocast_enabled(self.params[0].device.type):
+        elif self.autocast is None and self.params and torch.is_autocast_enabled(self.params[0].device.type):
             self.autocast = torch.get_autocast_dtype(self.params[0].device.type)
         return func(*args, **kwargs)
 
@@ -112,21 +113,13 @@ class Evaluation:
         self._rng: list[Tensor] = []
         self.seen = Intercept(params, None)
 
-    def plain(self, calls_backward: bool | None) -> bool:
-        """Evaluate loss and gradient alone; return whether the closure runs backward itself."""
-        if calls_backward is None:
-            self.first(None)
-            return self.seen.called
-        if calls_backward:
-            before = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.params]
-            self.out = self.closure()
-            now = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.params]
-            if any(g is not old or version != was for (g, version), (old, was) in zip(now, before, strict=True)):
-                return True
-        else:
-            self.out = self.closure()
-        self._backward()
-        return calls_backward
+    def plain(self) -> None:
+        """Evaluate loss and gradient alone."""
+        reached: list[int] = []  # a hook tells best: a closure without backward may still call zero_grad
+        with _hooked(self.params, lambda i, _: reached.append(i)):
+            self._call()
+        if not reached:
+            self._backward()
 
     def first(self, v: Sequence[Tensor] | None) -> None:
         """Evaluate under watch, taking h = Hv where v is given (see `seen`), so that it can be repeated."""
@@ -160,10 +153,11 @@ class Evaluation:
                         grad.copy_(content)
                 for buffer, content in buffers:
                     buffer.copy_(content)
+            torch.clear_autocast_cache()
             _set_rng(self.params, rng)
             self.out = out
         # subtracted in the gradient's own dtype: a cast before it would destroy h
-        pairs = zip(g1, self._g, strict=True)
+        pairs = zip(g1 or [None] * len(self._g), self._g, strict=True)
         return [None if b is None or a is None else (b - a) / eps.to(b.device) for b, a in pairs]
 
     def _epsilon(self) -> Tensor:
@@ -174,16 +168,20 @@ class Evaluation:
         rms = (sum(s for s, _ in squares) / max(1, sum(k for _, k in squares))) ** 0.5
         return math.sqrt(machine) * torch.as_tensor(rms).clamp_min(0.03).float()  # zero-initialized weights: a floor
 
+    def _call(self) -> None:
+        torch.clear_autocast_cache()  # under a user's autocast it holds casts of other weights
+        self.out = self.closure()
+
     def _run(self, mode: Intercept) -> Gradients:
         with torch.enable_grad(), _captured(self.params) as grads, mode:
-            self.out = self.closure()
+            self._call()
             if not mode.called:
                 self._backward()
         return [p.grad if g is None else g for g, p in zip(grads, self.params, strict=True)] if mode.called else []
 
     def _backward(self) -> None:
         loss = self.out[0] if isinstance(self.out, (tuple, list)) and self.out else self.out
-        if isinstance(loss, Tensor) and loss.requires_grad:
+        if self.params and isinstance(loss, Tensor) and loss.requires_grad:
             for p in self.params:
                 p.grad = None
             with torch.enable_grad():
@@ -199,16 +197,24 @@ def _captured(params: Sequence[Tensor]) -> Iterator[Gradients]:
         for i, p in enumerate(params):
             found[i] = None if p.grad is None else p.grad.clone()
         return
-    handles = []
-    for i, p in enumerate(params):
 
-        def keep(leaf: Tensor, i: int = i) -> None:
-            found[i] = None if leaf.grad is None else leaf.grad.detach().clone()
+    def keep(i: int, leaf: Tensor) -> None:
+        found[i] = None if leaf.grad is None else leaf.grad.detach().clone()
 
-        if p.is_leaf and p.requires_grad:
-            handles.append(p.register_post_accumulate_grad_hook(keep))
-    try:
+    with _hooked(params, keep):
         yield found
+
+
+@contextlib.contextmanager
+def _hooked(params: Sequence[Tensor], hook: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call hook(i, p) whenever a gradient is accumulated in parameter i."""
+    handles = [
+        p.register_post_accumulate_grad_hook(functools.partial(hook, i))
+        for i, p in enumerate(params)
+        if p.is_leaf and p.requires_grad
+    ]
+    try:
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from psgd.curvature import Curvature, Memory, automatic, finite_difference, hessian, whiten
-from psgd.evaluation import Evaluation, Gradients, Intercept
+from psgd.evaluation import Evaluation, Intercept
 from psgd.group import Group
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
@@ -26,6 +26,7 @@ Rule = Callable[[tuple[int, ...]], Group]
 
 STATE_VERSION = 1
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
+_SCALE_STATE = ("level", "pairs")
 _BALANCE_EVERY = 10
 _SOURCES = (None, hessian, finite_difference, whiten)  # as numbers in a checkpoint
 
@@ -277,8 +278,8 @@ class PSGD(Optimizer):
         """Return the factor that brings Q to the scale P ≈ 1/level, level the largest curvature met so far."""
         most = h.abs().amax().clamp_min(torch.finfo(h.dtype).tiny)
         level = most * (h / most).pow(4).mean().pow(0.25) / v.square().mean().sqrt()  # fourth moment: heavy tails count
-        for key in ("level", "pairs"):
-            state.setdefault(key, torch.zeros((), dtype=level.dtype, device=level.device))
+        for key in _SCALE_STATE:
+            state.setdefault(key, torch.zeros((), device=level.device))
         ok = ok & (state["pairs"] < _SCALE_PAIRS)
         old = state["level"].clone()
         state["level"].copy_(torch.where(ok, torch.maximum(old, level), old))
@@ -400,6 +401,8 @@ class PSGD(Optimizer):
             if pg["momentum"]:
                 zero = torch.zeros_like(real(p), dtype=scope.wide(p), memory_format=torch.contiguous_format)
                 self.state[p]["momentum"] = zero
+        for key in _SCALE_STATE:
+            self.state[scope.params[0]][key] = torch.zeros((), device=scope.device)
         scope.create(self.state, pg["init_scale"] or 1.0, pg["seed"], number)
 
     # --- persistence

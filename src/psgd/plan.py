@@ -107,8 +107,8 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
             schedule = _schedule(options)
             precond_prob = sum(schedule.due(t, 0) for t in range(10_000)) / 10_000
         point = chosen.init(scope.n, dtype=scope.dtype, device=torch.device("meta"))
-        item = scope.dtype.itemsize
-        state = sum(t.numel() * t.element_size() for t in leaves(point)) + (scope.n * item if held else 0)
+        momenta = sum(real(p).numel() * scope.wide(p).itemsize for p in members) if held else 0
+        state = sum(t.numel() * t.element_size() for t in leaves(point)) + momenta
         adam = 2 * sum(real(p).numel() * p.element_size() // (2 if p.is_complex() else 1) for p in members)
         x = torch.empty(scope.n, dtype=scope.dtype, device="meta")
         fit = _operations(lambda c=chosen, q=point, x=x: c.fit(q, x, x))
@@ -160,7 +160,7 @@ def _scopes(model: Any, group: Any) -> list[tuple[str, list[Tensor], Group | Pad
         params = [p for _, p in members]
         if chosen is None:
             rule = options[key].get("group", group)
-            chosen = rule(tuple(real(params[0]).shape))
+            chosen = rule(tuple(real(params[0]).shape) or (1,))
         name = members[0][0] if len(members) == 1 else f"{len(members)} tensors"
         result.append((name, params, chosen, options[key]))
     return result

@@ -23,7 +23,7 @@ State = Mapping[Tensor, dict[str, Any]]
 
 def real(t: Tensor) -> Tensor:
     """View a complex tensor as pairs of reals; a real one as it is."""
-    return torch.view_as_real(t) if t.is_complex() else t
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
 class Scope:
@@ -38,6 +38,7 @@ class Scope:
             default = torch.promote_types(default, real(p).dtype)
         self.dtype = dtype or default
         self.point: Point = {}
+        self._wanted = dtype or torch.float32
         self._installed: list[Any] = []
 
     # --- storage
@@ -51,12 +52,15 @@ class Scope:
     def restore(self, state: State) -> None:
         """Take the point from the per-parameter state, as after a load, a copy or a move."""
         template = self.group.init(self.n, dtype=self.dtype, device=torch.device("meta"))
-        self.point = self._gather(template, [state[p]["q"] for p in self.params])
+        self.point = self._gather(template, [state[p].get("q", {}) for p in self.params])
         self._install(state)
 
-    def intact(self, state: State) -> bool:
-        """Whether the state still holds the views that were installed."""
-        return all(state[p].get("q") is q for p, q in zip(self.params, self._installed, strict=True))
+    def intact(self, state: State, params: Sequence[Tensor]) -> bool:
+        """Whether these are still the parameters, and the state still holds the views that were installed."""
+        return len(params) == len(self.params) and all(
+            p is mine and state[p].get("q") is q
+            for p, mine, q in zip(params, self.params, self._installed, strict=True)
+        )
 
     def _install(self, state: State) -> None:
         self._installed = self._slices(self.point)
@@ -78,19 +82,30 @@ class Scope:
 
     def _gather(self, template: Point, slices: Sequence[Point]) -> Point:
         point: Point = {}
+        extra = slices[0].keys() - template.keys()
+        if extra:
+            raise ValueError(f"the state was saved for another group: {self.group} has no {sorted(extra)}")
         for key, leaf in template.items():
-            if isinstance(leaf, dict):
-                point[key] = self._gather(leaf, [q[key] for q in slices])
+            if isinstance(leaf, dict):  # checkpoint tools drop empty ones
+                point[key] = self._gather(leaf, [q.get(key, {}) for q in slices])
                 continue
             rows = leaf.shape[:1] == (self.n,)
-            pieces = [q[key].reshape(-1, *leaf.shape[1:]) for q in slices] if rows else [slices[0][key].clone()]
-            value = torch.cat(pieces) if rows else pieces[0]
-            if value.shape != leaf.shape:
-                raise ValueError(f"state of {self.group} needs {key!r} of shape {tuple(leaf.shape)}, got {tuple(value.shape)}")
-            point[key] = value.to(self.device)
+            shapes = [(*real(p).shape, *leaf.shape[1:]) for p in self.params] if rows else [leaf.shape]
+            pieces = [q.get(key) for q in slices[: len(shapes)]]
+            for piece, shape in zip(pieces, shapes, strict=True):
+                if not isinstance(piece, Tensor) or piece.shape != shape:
+                    got = tuple(piece.shape) if isinstance(piece, Tensor) else "none"
+                    needs = f"{self.group} needs {key!r} of shape {tuple(shape)}, got {got}"
+                    raise ValueError(f"the state was saved for another group: {needs}")
+            value = torch.cat([t.reshape(-1, *leaf.shape[1:]) for t in pieces]) if rows else pieces[0].clone()
+            point[key] = value.to(self.device, leaf.dtype)
         return point
 
     # --- vectors
+
+    def wide(self, p: Tensor) -> torch.dtype:
+        """Return the dtype of p's averaged gradient: a low-precision Q must not coarsen it below p's own."""
+        return torch.promote_types(self._wanted, real(p).dtype)
 
     def flat(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Concatenate one tensor for each parameter; None counts as zero."""
