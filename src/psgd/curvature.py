@@ -6,6 +6,7 @@ The choice is one of the objects `automatic`, `hessian`, `finite_difference`, `w
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -44,16 +45,18 @@ class Hessian(Curvature):
 
     def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
         evaluation.first(v)
-        return self.accept(evaluation.seen, memory) if evaluation.seen.called else None
+        return self.accept(evaluation.seen, memory)
 
     def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:
+        if not seen.called:
+            return None
+        consult(seen)
         if seen.error:
             raise RuntimeError(
                 f"curvature=hessian needs a model that can be differentiated twice, got: {seen.error}. "
                 "curvature=finite_difference (with a closure) and curvature=whiten do not need it."
             )
-        if not seen.called:
-            return None
+        complain(seen, memory)
         memory["in_use"] = hessian
         return average(seen.h, seen.params)
 
@@ -66,6 +69,7 @@ class FiniteDifference(Curvature):
         evaluation.first(None)
         if not evaluation.seen.called:
             return None
+        complain(evaluation.seen, memory)
         memory["in_use"] = finite_difference
         return evaluation.difference(v)
 
@@ -93,17 +97,23 @@ class Whiten(Curvature):
 class Automatic(Curvature):
     """Exact if that agrees with a finite difference (cosine > 0.9), else finite differences, else whitening.
 
+    Models with custom functions (or torch's weight_norm, whose second derivative is wrong) have to agree within 6 %.
     What it settles on, and why, is said in one warning, unless it is the exact product.
     """
 
     def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
         settled: Curvature | None = memory.get("settled")
-        if settled is not None and settled is not hessian:
-            return settled.pair(evaluation, v, memory)
-        evaluation.first(v)
+        if settled is whiten:
+            return whiten.pair(evaluation, v, memory)
+        evaluation.first(None if settled is finite_difference else v)
         seen = evaluation.seen
         if not seen.called:
             return None
+        consult(seen)
+        if seen.partial:
+            return self._settle(whiten, PARTIAL, memory, None)
+        if settled is finite_difference:
+            return self._settle(finite_difference, "", memory, evaluation.difference(v))
         exact = None if seen.error else average(seen.h, seen.params)
         if settled is hessian and exact is not None:  # a model may lose its second derivatives on the way
             return self._settle(hessian, "", memory, exact)
@@ -112,29 +122,33 @@ class Automatic(Curvature):
             if exact is None:
                 self._demand_repeatable(evaluation, v, difference)
                 return self._settle(finite_difference, seen.error, memory, difference)
-            agreement = cosine(exact, difference)
+            compare, enough = (similarity, 0.998) if seen.suspects else (cosine, 0.9)
+            agreement = compare(exact, difference)
             if not math.isfinite(agreement):  # the optimizer skips this step; it says nothing about the model
                 memory["in_use"] = hessian
                 return exact
             for shrink in (0.1, 0.01, 0.001):
                 # a kink (ReLU, max-pooling) on the way to θ + εv spoils a right product; a wrong one fails for every ε
-                if agreement <= 0.9:
-                    agreement = cosine(exact, evaluation.difference(v, shrink))
-            if agreement <= 0.9:
+                if agreement <= enough:
+                    agreement = compare(exact, evaluation.difference(v, shrink))
+            if agreement <= enough:
                 self._demand_repeatable(evaluation, v, difference)
         except RuntimeError as e:
             why = f"the loss cannot be evaluated twice ({str(e).strip().splitlines()[0]})"
             if exact is not None and not seen.suspects:
                 return self._settle(hessian, "", memory, exact)
             return self._settle(whiten, f"{seen.error or 'unverified second derivatives'}, and {why}", memory, None)
-        if agreement > 0.9:
+        if agreement > enough:
             return self._settle(hessian, "", memory, exact)
-        why = f"the second derivatives of this model disagree with finite differences (cosine {agreement:.2f})"
+        why = f"the second derivatives of this model disagree with finite differences (cosine {agreement:.3f})"
         return self._settle(finite_difference, why, memory, difference)
 
     def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:
         if not seen.called or memory.get("settled") is whiten:
             return None
+        consult(seen)
+        if seen.partial:
+            return self._settle(whiten, PARTIAL, memory, None)
         if seen.error or (seen.suspects and memory.get("settled") is not hessian):
             doubt = "second derivatives that cannot be verified here: " + ", ".join(sorted(seen.suspects))
             return self._settle(whiten, seen.error or doubt, memory, None)
@@ -156,30 +170,78 @@ class Automatic(Curvature):
         memory["settled"] = memory["in_use"] = on
         if why:
             name = {finite_difference: "finite differences", whiten: "gradient whitening"}[on]
-            warnings.warn(f"PSGD uses {name}, since exact Hessian products fail: {why}", stacklevel=6)
+            say(f"PSGD uses {name}, since exact Hessian products fail: {why}")
         return h
 
 
 automatic, hessian, finite_difference, whiten = Automatic(), Hessian(), FiniteDifference(), Whiten()
 
+PARTIAL = (
+    "gradients were accumulated before, outside of opt.step(closure) and opt.curvature(), so that the product covers "
+    "only a part of them; put every backward pass into `with opt.curvature():`"
+)
+
+
+def complain(seen: Intercept, memory: Memory) -> None:
+    """Say once that the product is not that of the whole gradient."""
+    if seen.partial and not memory.get("complained"):
+        memory["complained"] = True
+        say(f"PSGD takes a wrong Hessian product: {PARTIAL}")
+
+
+def say(message: str) -> None:
+    """Warn at the line of the user's code that led here, past the frames of this package and of torch."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("psgd", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _products(a: Gradients, b: Gradients) -> tuple[float, float, float]:
+    both = [(real(x).double(), real(y).double()) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
+    ab, aa, bb = (sum((p[i] * p[j]).sum().item() for p in both) for i, j in ((0, 1), (0, 0), (1, 1)))
+    return ab, aa, bb
+
 
 def cosine(a: Gradients, b: Gradients) -> float:
     """Return the cosine between two lists of tensors; 1 if both vanish."""
-    both = [(real(x).double(), real(y).double()) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-    dot, aa, bb = (sum((p[i] * p[j]).sum().item() for p in both) for i, j in ((0, 1), (0, 0), (1, 1)))
-    return 1.0 if aa == bb == 0 else dot / max((aa * bb) ** 0.5, 1e-300)
+    ab, aa, bb = _products(a, b)
+    return 1.0 if aa == bb == 0 else ab / max((aa * bb) ** 0.5, 1e-300)
+
+
+def similarity(a: Gradients, b: Gradients) -> float:
+    """Return 1 − ‖a − b‖²/(‖a‖² + ‖b‖²): like the cosine, but the lengths count."""
+    ab, aa, bb = _products(a, b)
+    return 1.0 if aa == bb == 0 else 2 * ab / (aa + bb)
 
 
 def norm(a: Gradients) -> float:
     """Return the norm of a list of tensors."""
-    return sum(real(x).double().square().sum().item() for x in a if x is not None) ** 0.5
+    return math.sqrt(sum(real(x).double().square().sum().item() for x in a if x is not None))
+
+
+def parallel() -> bool:
+    """Whether this is one of several ranks."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def consult(seen: Intercept) -> None:
+    """Let every rank know what one of them met: all have to take the same path."""
+    if parallel() and seen.params:
+        flags = torch.tensor([bool(seen.error), bool(seen.suspects), seen.partial], dtype=torch.uint8)
+        flags = flags.to(seen.params[0].device)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+        failed, doubtful, seen.partial = map(bool, flags.tolist())
+        seen.error = seen.error or ("another rank met an error" if failed else "")
+        seen.suspects = seen.suspects or ({"a function on another rank"} if doubtful else set())
 
 
 def average(h: Gradients, params: Sequence[Tensor]) -> Gradients:
     """Average h over the ranks of a data-parallel job: each has the product of its own batch alone."""
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not parallel():
         return h
+    dist = torch.distributed
     everywhere = [torch.zeros_like(p) if t is None else t for t, p in zip(h, params, strict=True)]
     for t in everywhere:
         dist.all_reduce(t)

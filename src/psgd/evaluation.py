@@ -41,7 +41,8 @@ def _second(g: Sequence[Tensor | None], params: Sequence[Tensor], v: Sequence[Te
 class Intercept(TorchFunctionMode):
     """Watches for backward passes; with probes v it takes h = Hv from each before the user's own runs.
 
-    Several backward passes (micro-batches) add up. A failed product is kept in `error`; the user's pass still runs.
+    Several backward passes (micro-batches) add up; `partial` says that there were others before. A failed product is
+    kept in `error`; the user's pass still runs.
     """
 
     def __init__(self, params: Sequence[Tensor], v: Sequence[Tensor] | None, scale: float = 1.0) -> None:
@@ -49,6 +50,7 @@ class Intercept(TorchFunctionMode):
         self.params, self.v, self.scale = params, v, scale
         self.h: Gradients = [None] * len(params)
         self.called, self.error = False, ""
+        self.partial = False
         self.suspects: set[str] = set()
         self.autocast: torch.dtype | None = None
 
@@ -56,6 +58,7 @@ class Intercept(TorchFunctionMode):
         """Run func; before a backward pass, take the Hessian product."""
         kwargs = kwargs or {}
         if func in (torch.Tensor.backward, torch.autograd.backward):
+            self.partial = self.partial or (not self.called and _accumulated(self.params))
             self.called = True
             if self.v and not self.error:
                 self._take(*args, **{k: kwargs[k] for k in ("gradient", "grad_tensors") if k in kwargs})
@@ -68,38 +71,48 @@ class Intercept(TorchFunctionMode):
         weights = gradient if gradient is not None else grad_tensors
         weights = [weights] if isinstance(weights, Tensor) else weights
         self.suspects |= suspects(outputs)
-        if "_DDPSinkBackward" in self.suspects:  # differentiating here would corrupt DDP's own reduction
-            self.error = "DistributedDataParallel(static_graph=True) does not survive a second derivative"
-            return
+        for name, why in _HOPELESS.items():
+            if name in self.suspects:
+                self.error = why
+                return
         try:
             g = torch.autograd.grad(outputs, self.params, weights, create_graph=True, allow_unused=True)
             assert self.v is not None
+            if self.suspects and "Error" in nodes([gi for gi in g if gi is not None]):
+                raise RuntimeError("a function in this model is marked with @once_differentiable")
             for i, hi in enumerate(_second(g, self.params, self.v)):
                 if hi is not None:
                     old = self.h[i]
                     self.h[i] = hi / self.scale if old is None else old + hi / self.scale
         except (RuntimeError, NotImplementedError) as e:
             self.error = str(e).strip().splitlines()[0]
-        else:
-            if all(gi is None for gi in g):
-                self.error = "autograd reaches none of the parameters from this loss"
 
 
-def suspects(outputs: Sequence[Tensor]) -> set[str]:
-    """Name the nodes of a graph whose second derivative may be silently wrong."""
+_HOPELESS = {
+    "_DDPSinkBackward": "DistributedDataParallel(static_graph=True) corrupts its reduction in a second derivative",
+    "CheckpointFunctionBackward": "checkpoint(use_reentrant=True) hides its parameters from a second derivative",
+}
+
+
+def nodes(outputs: Sequence[Any]) -> dict[str, Any]:
+    """Return the nodes of a graph, one for each name."""
     seen: set[Any] = set()
-    found: set[str] = set()
+    found: dict[str, Any] = {}
     stack = [t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn is not None]
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        name = node.name().split("::")[-1]
-        if isinstance(node, torch.autograd.function.BackwardCFunction) or name.startswith("WeightNorm"):
-            found.add(name)
+        found[node.name().split("::")[-1]] = node
         stack.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
     return found
+
+
+def suspects(outputs: Sequence[Any]) -> set[str]:
+    """Name the nodes of a graph whose second derivative may be silently wrong: custom ones, and torch's weight_norm."""
+    custom = torch.autograd.function.BackwardCFunction
+    return {n for n, node in nodes(outputs).items() if isinstance(node, custom) or n.startswith("WeightNorm")}
 
 
 class Evaluation:
@@ -111,7 +124,9 @@ class Evaluation:
         self._before: Gradients = []
         self._g: Gradients = []
         self._rng: list[Tensor] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
         self.seen = Intercept(params, None)
+        self.accumulating = False  # whether the products of earlier micro-batches are known
 
     def plain(self) -> None:
         """Evaluate loss and gradient alone."""
@@ -124,9 +139,10 @@ class Evaluation:
     def first(self, v: Sequence[Tensor] | None) -> None:
         """Evaluate under watch, taking h = Hv where v is given (see `seen`), so that it can be repeated."""
         self._before = [None if p.grad is None else p.grad.clone() for p in self.params]
-        self._rng = _rng(self.params)
+        self._rng, self._buffers = _rng(self.params), _contents(self.model)
         self.seen = Intercept(self.params, v)
         self._g = self._run(self.seen)
+        self.seen.partial = self.seen.partial and not self.accumulating
 
     def difference(self, v: Sequence[Tensor], shrink: float = 1.0) -> Gradients:
         """Return h = (g(θ + εv) − g(θ))/ε after `first`, and leave everything as `first` left it.
@@ -135,13 +151,15 @@ class Evaluation:
         """
         kept = [(p.grad, None if p.grad is None else p.grad.clone()) for p in self.params]
         theta = [p.detach().clone() for p in self.params]
-        buffers = [] if self.model is None else [(b, b.clone()) for b in self.model.buffers()]
+        buffers = _contents(self.model)
         rng, out, eps = _rng(self.params), self.out, shrink * self._epsilon()
         try:
             with torch.no_grad():
                 for p, vi, g in zip(self.params, v, self._before, strict=True):
                     p.add_(vi * eps.to(p.device))
                     p.grad = None if g is None else g.clone()
+                for buffer, content in self._buffers:  # the same evaluation again: spectral_norm's vectors enter it
+                    buffer.copy_(content)
             _set_rng(self.params, self._rng)
             g1 = self._run(Intercept(self.params, None))
         finally:
@@ -218,6 +236,16 @@ def _hooked(params: Sequence[Tensor], hook: Callable[[int, Tensor], None]) -> It
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _accumulated(params: Sequence[Tensor]) -> bool:
+    """Whether gradients of earlier backward passes are there already."""
+    there = [p.grad.any() for p in params if p.grad is not None]
+    return bool(there) and bool(torch.stack([t.to(there[0].device) for t in there]).any())
+
+
+def _contents(model: nn.Module | None) -> list[tuple[Tensor, Tensor]]:
+    return [] if model is None else [(b, b.clone()) for b in model.buffers()]
 
 
 def _devices(params: Sequence[Tensor]) -> list[torch.device]:

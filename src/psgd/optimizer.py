@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from psgd.curvature import Curvature, Memory, automatic, finite_difference, hessian, whiten
+from psgd.curvature import Curvature, Memory, automatic, average, finite_difference, hessian, parallel, say, whiten
 from psgd.evaluation import Evaluation, Intercept
 from psgd.group import Group
 from psgd.groups.named import lra
@@ -181,6 +180,10 @@ class PSGD(Optimizer):
         h, probes = None, dict(zip(params, v, strict=False))
         if closure is not None:
             evaluation = Evaluation(closure, params, memory.get("model"))
+            if pending is not None and due:
+                evaluation.accumulating = pending.called and not pending.partial
+                if pending.error:
+                    source.accept(pending, memory)
             memory["stepping"] = True
             try:
                 with torch.enable_grad():
@@ -191,9 +194,15 @@ class PSGD(Optimizer):
             finally:
                 memory["stepping"] = False
             out = evaluation.out
-        if pending is not None and h is None:  # Lightning's manual mode passes a closure that does nothing
-            h, params = source.accept(pending, memory), pending.params
-        self._update(due, probes, None if h is None else dict(zip(params, h, strict=True)), out)
+        products: dict[Tensor, Any] | None = None if h is None else dict(zip(params, h, strict=True))
+        if pending is not None and products is None:  # Lightning's manual mode passes a closure that does nothing
+            h = source.accept(pending, memory)
+            products = None if h is None else dict(zip(pending.params, h, strict=True))
+        elif pending is not None and products is not None:  # micro-batches before the closure's own
+            for p, t in zip(pending.params, average(pending.h, pending.params), strict=True):
+                if t is not None:
+                    products[p] = t if products.get(p) is None else products[p] + t
+        self._update(due, probes, products, out)
         return out
 
     @torch.no_grad()
@@ -218,7 +227,7 @@ class PSGD(Optimizer):
             for scope in scopes:
                 if not any(p in grads for p in scope.params):
                     continue
-                if fitting:
+                if fitting and h is not None:
                     self._fit(scope, index[scope.params[0]], ok, v, h)
                 outputs.append((scope, self._direction(scope, index, ok, grads)))
             self._clip(outputs)
@@ -240,11 +249,10 @@ class PSGD(Optimizer):
             lead = self.param_groups[0]  # distributed checkpoints make the state by a step with lr = 0
             if lead["curvature"].newton and lead["lr"] and not memory.get("warned"):
                 memory["warned"] = True
-                warnings.warn(
+                say(
                     "PSGD falls back to gradient whitening: a plain step() holds no second-order information. "
                     "Use opt.step(closure) with a closure that returns the loss, or one that also calls backward(), "
-                    "or `with opt.curvature(): loss.backward()` before opt.step().",
-                    stacklevel=5,
+                    "or `with opt.curvature(): loss.backward()` before opt.step()."
                 )
             memory["in_use"] = whiten
         return True
@@ -508,7 +516,7 @@ def _finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
     """Whether gradients, products and the loss are finite: on the device, without a wait."""
     checks = [torch.linalg.vector_norm(real(t), float("inf")).isfinite() for t in tensors]
     loss = out[0] if isinstance(out, (tuple, list)) and out else out
-    if isinstance(loss, (float, Tensor)):
+    if isinstance(loss, (float, Tensor)) and not parallel():  # ranks have losses of their own, but act as one
         checks.append(torch.as_tensor(loss).detach().isfinite().all())
     return torch.stack([t.to(checks[0].device) for t in checks]).all()
 
