@@ -29,6 +29,8 @@ class DirectSum(Composite):
             raise ValueError(
                 f"DirectSum needs a size for each part, got {len(self.sizes)} and {len(self.parts)}"
             )
+        if min(self.sizes) < 1:
+            raise ValueError(f"DirectSum needs sizes >= 1, got sizes={self.sizes}")
         for size, part in zip(self.sizes, self.parts, strict=True):
             part.check(size)
 
@@ -66,6 +68,10 @@ class DirectSum(Composite):
     def logabsdet(self, q: Point, n: int) -> Tensor:
         zipped = zip(self.sizes, self.pairs(q), strict=True)
         return sum((part.logabsdet(p, size) for size, (part, p) in zipped), torch.zeros(()))
+
+    def singular_values(self, q: Point, n: int) -> Tensor | None:
+        values = self.values(q, self.sizes)
+        return None if values is None else torch.cat(values)
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         pieces = zip(*(t.split(self.sizes, -1) for t in r), strict=True)

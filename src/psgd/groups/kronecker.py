@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class Kronecker(Composite):
             raise ValueError(
                 f"Kronecker needs a factor for each axis, got {len(self.shape)} and {len(self.parts)}"
             )
+        if min(self.shape) < 1:
+            raise ValueError(f"Kronecker needs axes of size >= 1, got shape={self.shape}")
         for size, part in zip(self.shape, self.parts, strict=True):
             part.check(size)
 
@@ -90,6 +93,10 @@ class Kronecker(Composite):
     def logabsdet(self, q: Point, n: int) -> Tensor:
         zipped = zip(self.shape, self.pairs(q), strict=True)
         return sum((part.logabsdet(p, size) * (n // size) for size, (part, p) in zipped), torch.zeros(()))
+
+    def singular_values(self, q: Point, n: int) -> Tensor | None:
+        values = self.values(q, self.shape)
+        return None if values is None else reduce(lambda x, y: torch.outer(x, y).flatten(), values)
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         new, lr = {}, self.share(lr)
