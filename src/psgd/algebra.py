@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from psgd.group import Group, Point, Residual, Where
+from psgd.linalg import subtract
 from psgd.step_size import StepSize
 
 
@@ -54,7 +55,7 @@ class MatrixAlgebra(Group):
         plus, minus = self.project(r.x, r.y), self.project(r.z, r.w)
         e = {k: plus[k] - minus[k] for k in plus}
         size, ell = rule(lr, q["ell"], lambda: self.norm(e), lambda: self.norm(plus) + self.norm(minus))
-        return {k: (q[k] - size * t).to(t.dtype) for k, t in self.compose(e, q).items()} | {"ell": ell}
+        return {k: subtract(q[k], size, t) for k, t in self.compose(e, q).items()} | {"ell": ell}
 
 
 class Orthogonal(Group):
@@ -67,6 +68,10 @@ class Orthogonal(Group):
     @property
     def scalable(self) -> bool:
         return False
+
+    @property
+    def orthogonal(self) -> bool:
+        return True
 
     def origin(self, n: int, where: Where) -> Point:
         del n, where
@@ -86,6 +91,10 @@ class Orthogonal(Group):
     def logabsdet(self, q: Point, n: int) -> Tensor:
         del q, n
         return torch.zeros(())
+
+    def singular_values(self, q: Point, n: int) -> Tensor:
+        del q
+        return torch.ones(n)
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         del r, lr, coin, rule

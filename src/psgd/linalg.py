@@ -28,6 +28,23 @@ def lift(t: Tensor) -> Tensor:
     return t if t.dtype in (torch.float32, torch.float64) else t.float()
 
 
+def subtract(q: Tensor, size: float | Tensor, e: Tensor) -> Tensor:
+    """q − size·e in q's dtype. Below float32 it rounds to either neighbour, on average to the difference.
+
+    Rounded to the nearest, steps under half a unit in the last place of q would be lost, however many come.
+    The dither that decides is a hash of the operands: no random state, and a zero step moves nothing.
+    """
+    step = size * lift(e)
+    if q.dtype in (torch.float32, torch.float64):
+        return (q - step).to(q.dtype)
+    below = round(2**23 * torch.finfo(q.dtype).eps) - 1  # the bits of a float32 that q's dtype does not have
+    bits = (q.float() - step).view(torch.int32)
+    dither = bits ^ step.view(torch.int32)
+    for shift in (13, -17, 5):  # xorshift
+        dither = dither ^ (dither << shift if shift > 0 else dither >> -shift)
+    return ((bits + (dither & below)) & ~below).view(torch.float32).to(q.dtype)
+
+
 def solve(a: Tensor, x: Tensor) -> Tensor:
     """A⁻¹x for every vector x on the last axis, with one factorization of A."""
     y, _ = torch.linalg.solve_ex(lift(a).mT, rows(lift(x)), left=False)  # not finite if singular; never raises

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psgd.group import Group, Point, Residual, Where
-from psgd.linalg import lift, magnitude, outer, solve
+from psgd.linalg import lift, magnitude, outer, solve, subtract
 from psgd.step_size import StepSize
 
 
@@ -38,6 +38,10 @@ class LowRank(Group):
     @property
     def scalable(self) -> bool:
         return False
+
+    @property
+    def orthogonal(self) -> bool:
+        return self.rank == 0
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         raise ValueError(f"{self} = I + UVᵀ takes no scale, got {s}; compose it with Scalar() or Diagonal()")
@@ -79,6 +83,12 @@ class LowRank(Group):
     def logabsdet(self, q: Point, n: int) -> Tensor:
         return torch.linalg.slogdet(self._small(q)).logabsdet
 
+    def singular_values(self, q: Point, n: int) -> Tensor:
+        u, v = lift(q["U"]), lift(q["V"])
+        z, _ = torch.linalg.qr(torch.cat((u, v), -1))  # Q = I on the complement of these 2r columns
+        inside = torch.linalg.svdvals((z.mT @ u) @ (v.mT @ z) + torch.eye(z.shape[-1]).to(z))
+        return torch.cat((inside, torch.ones(n - z.shape[-1]).to(z)))
+
     def _small(self, q: Point) -> Tensor:
         """I + VᵀU, whose determinant is that of Q."""
         small = lift(q["V"]).mT @ lift(q["U"])
@@ -102,5 +112,5 @@ class LowRank(Group):
 
         size, ell = rule(lr, ell, lambda: norm(g), lambda: norm(plus) + norm(minus))
         if coin:
-            return q | {"U": (u - size * (g + g @ (v.mT @ u))).to(u.dtype), "ell_U": ell}
-        return q | {"V": (v - size * (g + v @ (u.mT @ g))).to(v.dtype), "ell_V": ell}
+            return q | {"U": subtract(u, size, g + g @ (v.mT @ u)), "ell_U": ell}
+        return q | {"V": subtract(v, size, g + v @ (u.mT @ g)), "ell_V": ell}
