@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from psgd.linalg import lift
 from psgd.step_size import Smoothed, StepSize
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 Point = dict[str, Any]
 """Coordinates of Q: a string-keyed dict of tensors and of further such dicts."""
+
+DENSE_LIMIT = 4096
+"""The largest n for which a matrix is written out to take it apart."""
 
 
 class Where(NamedTuple):
@@ -83,6 +87,11 @@ class Group(ABC):
     def scalable(self) -> bool:
         """Whether s·Q is in the group for every Q in it and s > 0."""
 
+    @property
+    def orthogonal(self) -> bool:
+        """Whether every Q in it is orthogonal, so that it leaves the singular values of a product alone."""
+        return False
+
     def check(self, n: int) -> None:
         """Raise a ValueError that says what fits, if this group has no n×n matrices."""
 
@@ -139,6 +148,10 @@ class Group(ABC):
     @abstractmethod
     def logabsdet(self, q: Point, n: int) -> Tensor:
         """log |det Q|, of the n×n matrix."""
+
+    def singular_values(self, q: Point, n: int) -> Tensor | None:
+        """Return the n singular values of Q in no order; None if they have no closed form and n is large."""
+        return torch.linalg.svdvals(lift(self.matrix(q, n))) if n <= DENSE_LIMIT else None
 
     # --- fitting
 

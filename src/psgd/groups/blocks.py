@@ -43,6 +43,10 @@ class Blocks(Group):
     def scalable(self) -> bool:
         return self.part.scalable
 
+    @property
+    def orthogonal(self) -> bool:
+        return self.part.orthogonal
+
     def origin(self, n: int, where: Where) -> Point:
         return _repeat(self.part.origin(self.k, where), n // self.k)
 
@@ -75,6 +79,15 @@ class Blocks(Group):
             return torch.zeros(())  # constants are orthogonal, or conjugates of such
         return torch.vmap(lambda p: self.part.logabsdet(p, self.k))(q).sum()
 
+    def singular_values(self, q: Point, n: int) -> Tensor | None:
+        if self.orthogonal:
+            return torch.ones(n)
+        if not self.moves:
+            return super().singular_values(q, n)
+        if self.part.singular_values(_first(q), self.k) is None:
+            return None
+        return torch.vmap(lambda p: self.part.singular_values(p, self.k))(q).flatten()
+
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         def one(p: Point, piece: Residual) -> Point:
             return self.part.step(p, piece, lr, coin, rule)
@@ -87,3 +100,7 @@ def _repeat(q: Point, count: int) -> Point:
         k: _repeat(t, count) if isinstance(t, dict) else t.expand(count, *t.shape).clone()
         for k, t in q.items()
     }
+
+
+def _first(q: Point) -> Point:
+    return {k: _first(t) if isinstance(t, dict) else t[0] for k, t in q.items()}

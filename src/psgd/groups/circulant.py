@@ -47,6 +47,9 @@ class Circulant(MatrixAlgebra):
     def logabsdet(self, q: Point, n: int) -> Tensor:
         return fft(lift(q["c"])).abs().log().sum()
 
+    def singular_values(self, q: Point, n: int) -> Tensor:
+        return fft(lift(q["c"])).abs()
+
     def project(self, x: Tensor, y: Tensor) -> Point:
         return {"c": batch_sum(_filter(rfft(lift(y)).conj(), x))}  # the correlation of x with y
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from psgd.group import Group, Point
+from psgd.group import Group, Point, tensors
+from psgd.linalg import lift
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,19 @@ class Composite(Group):
     @property
     def scalable(self) -> bool:
         return any(part.scalable for part in self.parts)
+
+    @property
+    def orthogonal(self) -> bool:
+        return all(part.orthogonal for part in self.parts)
+
+    def values(self, q: Point, sizes: Sequence[int]) -> list[Tensor] | None:
+        """Return the singular values of each part, on one device and in one dtype, or None if one has none."""
+        found = [part.singular_values(p, n) for n, (part, p) in zip(sizes, self.pairs(q), strict=True)]
+        known = [t for t in found if t is not None]
+        if len(known) < len(found):
+            return None
+        like = lift(next(tensors(q), known[0]))
+        return [t.to(like) for t in known]
 
     def share(self, lr: float | Tensor) -> float | Tensor:
         """μ over the number of parts that move, so that Q as a whole moves by at most μ.

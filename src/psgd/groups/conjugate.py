@@ -41,6 +41,10 @@ class Conjugate(Group):
     def scalable(self) -> bool:
         return self.part.scalable
 
+    @property
+    def orthogonal(self) -> bool:
+        return self.by.orthogonal and self.part.orthogonal
+
     def origin(self, n: int, where: Where) -> Point:
         c = self.by.origin(n, where)
         return {"A": self.part.origin(n, where), "C": c}
@@ -65,6 +69,9 @@ class Conjugate(Group):
 
     def logabsdet(self, q: Point, n: int) -> Tensor:
         return self.part.logabsdet(q["A"], n)
+
+    def singular_values(self, q: Point, n: int) -> Tensor | None:
+        return self.part.singular_values(q["A"], n) if self.by.orthogonal else super().singular_values(q, n)
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         def right(x: Tensor) -> Tensor:  # h, y and w live in the space of A's vectors …

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
 from psgd.group import Point
-from psgd.linalg import batch_sum, maximum_modulus
+from psgd.linalg import batch_sum, lift, maximum_modulus
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,9 @@ class Diagonal(MatrixAlgebra):
 
     def logabsdet(self, q: Point, n: int) -> Tensor:
         return q["d"].abs().log().sum()
+
+    def singular_values(self, q: Point, n: int) -> Tensor:
+        return lift(q["d"]).abs()
 
     def project(self, x: Tensor, y: Tensor) -> Point:
         return {"d": batch_sum(x * y)}
@@ -75,6 +78,9 @@ class Scalar(MatrixAlgebra):
 
     def logabsdet(self, q: Point, n: int) -> Tensor:
         return n * q["s"].abs().log()
+
+    def singular_values(self, q: Point, n: int) -> Tensor:
+        return lift(q["s"]).abs().expand(n)
 
     def project(self, x: Tensor, y: Tensor) -> Point:
         return {"s": (x * y).sum()}

@@ -43,6 +43,12 @@ class Involution(MatrixAlgebra):
     def logabsdet(self, q: Point, n: int) -> Tensor:
         return self._determinants(q).abs().log().sum() / 2  # every 2×2 block stands twice
 
+    def singular_values(self, q: Point, n: int) -> Tensor:
+        wide, entry = {k: q[k].double() for k in ("a", "b")}, torch.arange(n, device=q["a"].device)
+        largest = self._norms(wide)
+        smallest = self._determinants(wide).abs() / largest  # the difference of the two hypotenuses would cancel
+        return torch.where(entry <= self.sigma(entry), largest, smallest).to(lift(q["a"]))  # one of each to a pair
+
     def _determinants(self, q: Point) -> Tensor:
         """c = a∘σ(a) − b∘σ(b), the determinant of each entry's 2×2 block."""
         return q["a"] * self.sigma(q["a"]) - q["b"] * self.sigma(q["b"])
@@ -57,11 +63,14 @@ class Involution(MatrixAlgebra):
         }
 
     def norm(self, e: Point) -> Tensor:
-        # Exact: [[a, b], [b′, a′]] has ‖·‖ = (|(a + a′, b − b′)| + |(a − a′, b + b′)|)/2. The paper's
-        # max(max|a|, max|b|) may be half of it, which lets blocks turn over for μ > ½.
+        # Exact. The paper's max(max|a|, max|b|) may be half of it, which lets blocks turn over for μ > ½.
+        return self._norms(e).amax()
+
+    def _norms(self, e: Point) -> Tensor:
+        """‖[[a, b], [b′, a′]]‖ = (|(a + a′, b − b′)| + |(a − a′, b + b′)|)/2 of each entry's 2×2 block."""
         a, b = lift(e["a"]), lift(e["b"])
         a_, b_ = self.sigma(a), self.sigma(b)
-        return (torch.hypot(a + a_, b - b_) + torch.hypot(a - a_, b + b_)).amax() / 2
+        return (torch.hypot(a + a_, b - b_) + torch.hypot(a - a_, b + b_)) / 2
 
 
 @dataclass(frozen=True)

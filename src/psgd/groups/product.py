@@ -72,6 +72,13 @@ class Product(Composite):
     def logabsdet(self, q: Point, n: int) -> Tensor:
         return sum((factor.logabsdet(p, n) for factor, p in self.pairs(q)), torch.zeros(()))
 
+    def singular_values(self, q: Point, n: int) -> Tensor | None:
+        others = [(factor, p) for factor, p in self.pairs(q) if not factor.orthogonal]
+        if len(others) > 1:
+            return super().singular_values(q, n)
+        factor, p = next(iter(others or self.pairs(q)))
+        return factor.singular_values(p, n)
+
     def fit(
         self,
         q: Point,
