@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgd.evaluation import Evaluation, Gradients, Intercept
+from psgd.evaluation import PARTIAL, Evaluation, Gradients, Intercept
 from psgd.scope import real
 
 Memory = dict[str, Any]
@@ -97,8 +97,8 @@ class Whiten(Curvature):
 class Automatic(Curvature):
     """Exact if that agrees with a finite difference (cosine > 0.9), else finite differences, else whitening.
 
-    Models with custom functions (or torch's weight_norm, whose second derivative is wrong) have to agree within 6 %.
-    What it settles on, and why, is said in one warning, unless it is the exact product.
+    Models with custom functions, or torch's weight_norm, whose second derivative is wrong, have to agree within
+    6 %. What it settles on, and why, is said in one warning, unless it is the exact product.
     """
 
     def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
@@ -111,7 +111,7 @@ class Automatic(Curvature):
             return None
         consult(seen)
         if seen.partial:
-            return self._settle(whiten, PARTIAL, memory, None)
+            return self._settle(whiten, seen.partial, memory, None)
         if settled is finite_difference:
             return self._settle(finite_difference, "", memory, evaluation.difference(v))
         exact = None if seen.error else average(seen.h, seen.params)
@@ -124,11 +124,13 @@ class Automatic(Curvature):
                 return self._settle(finite_difference, seen.error, memory, difference)
             compare, enough = (similarity, 0.998) if seen.suspects else (cosine, 0.9)
             agreement = compare(exact, difference)
+            if norm(exact) == norm(difference) == 0:  # nothing to compare
+                return exact
             if not math.isfinite(agreement):  # the optimizer skips this step; it says nothing about the model
                 memory["in_use"] = hessian
                 return exact
             for shrink in (0.1, 0.01, 0.001):
-                # a kink (ReLU, max-pooling) on the way to θ + εv spoils a right product; a wrong one fails for every ε
+                # a kink (ReLU, max-pooling) on the way spoils a right product; a wrong one fails for every ε
                 if agreement <= enough:
                     agreement = compare(exact, evaluation.difference(v, shrink))
             if agreement <= enough:
@@ -148,7 +150,7 @@ class Automatic(Curvature):
             return None
         consult(seen)
         if seen.partial:
-            return self._settle(whiten, PARTIAL, memory, None)
+            return self._settle(whiten, seen.partial, memory, None)
         if seen.error or (seen.suspects and memory.get("settled") is not hessian):
             doubt = "second derivatives that cannot be verified here: " + ", ".join(sorted(seen.suspects))
             return self._settle(whiten, seen.error or doubt, memory, None)
@@ -160,7 +162,7 @@ class Automatic(Curvature):
 
     @staticmethod
     def _demand_repeatable(evaluation: Evaluation, v: Sequence[Tensor], difference: Gradients) -> None:
-        """Raise if the closure has another gradient at the same θ: one that draws its own batch has no difference."""
+        """Raise if the closure has another gradient at the same θ, as one that draws its own batch."""
         noise = evaluation.difference([torch.zeros_like(t) for t in v])
         if not norm(noise) <= 0.1 * norm(difference):
             raise RuntimeError("the closure returns another gradient when it is called again")
@@ -176,17 +178,12 @@ class Automatic(Curvature):
 
 automatic, hessian, finite_difference, whiten = Automatic(), Hessian(), FiniteDifference(), Whiten()
 
-PARTIAL = (
-    "gradients were accumulated before, outside of opt.step(closure) and opt.curvature(), so that the product covers "
-    "only a part of them; put every backward pass into `with opt.curvature():`"
-)
-
 
 def complain(seen: Intercept, memory: Memory) -> None:
     """Say once that the product is not that of the whole gradient."""
     if seen.partial and not memory.get("complained"):
         memory["complained"] = True
-        say(f"PSGD takes a wrong Hessian product: {PARTIAL}")
+        say(f"PSGD takes a wrong Hessian product: {seen.partial}")
 
 
 def say(message: str) -> None:
@@ -229,10 +226,11 @@ def parallel() -> bool:
 def consult(seen: Intercept) -> None:
     """Let every rank know what one of them met: all have to take the same path."""
     if parallel() and seen.params:
-        flags = torch.tensor([bool(seen.error), bool(seen.suspects), seen.partial], dtype=torch.uint8)
+        flags = torch.tensor([bool(seen.error), bool(seen.suspects), bool(seen.partial)], dtype=torch.uint8)
         flags = flags.to(seen.params[0].device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-        failed, doubtful, seen.partial = map(bool, flags.tolist())
+        failed, doubtful, partial = flags.tolist()
+        seen.partial = seen.partial or (PARTIAL if partial else "")
         seen.error = seen.error or ("another rank met an error" if failed else "")
         seen.suspects = seen.suspects or ({"a function on another rank"} if doubtful else set())
 

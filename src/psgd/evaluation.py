@@ -1,4 +1,4 @@
-"""One evaluation of the user's loss: seen from outside, with a Hessian product taken on the way, or repeated at θ + εv."""
+"""One evaluation of the user's loss: watched, with a Hessian product taken on the way, or repeated at θ + εv."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _second(g: Sequence[Tensor | None], params: Sequence[Tensor], v: Sequence[Te
 class Intercept(TorchFunctionMode):
     """Watches for backward passes; with probes v it takes h = Hv from each before the user's own runs.
 
-    Several backward passes (micro-batches) add up; `partial` says that there were others before. A failed product is
-    kept in `error`; the user's pass still runs.
+    Several backward passes (micro-batches) add up; `partial` says so if there were others before. A failed product
+    is kept in `error`; the user's pass still runs.
     """
 
     def __init__(self, params: Sequence[Tensor], v: Sequence[Tensor] | None, scale: float = 1.0) -> None:
@@ -50,7 +50,7 @@ class Intercept(TorchFunctionMode):
         self.params, self.v, self.scale = params, v, scale
         self.h: Gradients = [None] * len(params)
         self.called, self.error = False, ""
-        self.partial = False
+        self.partial = ""
         self.suspects: set[str] = set()
         self.autocast: torch.dtype | None = None
 
@@ -58,7 +58,8 @@ class Intercept(TorchFunctionMode):
         """Run func; before a backward pass, take the Hessian product."""
         kwargs = kwargs or {}
         if func in (torch.Tensor.backward, torch.autograd.backward):
-            self.partial = self.partial or (not self.called and _accumulated(self.params))
+            if not self.called and _accumulated(self.params):
+                self.partial = PARTIAL
             self.called = True
             if self.v and not self.error:
                 self._take(*args, **{k: kwargs[k] for k in ("gradient", "grad_tensors") if k in kwargs})
@@ -88,9 +89,13 @@ class Intercept(TorchFunctionMode):
             self.error = str(e).strip().splitlines()[0]
 
 
+PARTIAL = (
+    "gradients were accumulated before, outside of opt.step(closure) and opt.curvature(), so that the product "
+    "covers only a part of them; put every backward pass into `with opt.curvature():`"
+)
 _HOPELESS = {
-    "_DDPSinkBackward": "DistributedDataParallel(static_graph=True) corrupts its reduction in a second derivative",
-    "CheckpointFunctionBackward": "checkpoint(use_reentrant=True) hides its parameters from a second derivative",
+    "_DDPSinkBackward": "DistributedDataParallel(static_graph=True) fails silently in a second derivative",
+    "CheckpointFunctionBackward": "checkpoint(use_reentrant=True) hides parameters from a second derivative",
 }
 
 
@@ -110,13 +115,13 @@ def nodes(outputs: Sequence[Any]) -> dict[str, Any]:
 
 
 def suspects(outputs: Sequence[Any]) -> set[str]:
-    """Name the nodes of a graph whose second derivative may be silently wrong: custom ones, and torch's weight_norm."""
+    """Name the nodes whose second derivative may be silently wrong: custom ones, and torch's weight_norm."""
     custom = torch.autograd.function.BackwardCFunction
     return {n for n, node in nodes(outputs).items() if isinstance(node, custom) or n.startswith("WeightNorm")}
 
 
 class Evaluation:
-    """One call of a closure, either kind: one that returns the loss, or one that also runs backward itself."""
+    """One call of a closure, of either kind: it returns the loss, or it also runs backward itself."""
 
     def __init__(self, closure: Callable[[], Any], params: Sequence[Tensor], model: nn.Module | None) -> None:
         self.closure, self.params, self.model = closure, params, model
@@ -126,7 +131,7 @@ class Evaluation:
         self._rng: list[Tensor] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.seen = Intercept(params, None)
-        self.accumulating = False  # whether the products of earlier micro-batches are known
+        self.earlier: Intercept | None = None  # products of micro-batches before this one
 
     def plain(self) -> None:
         """Evaluate loss and gradient alone."""
@@ -142,7 +147,11 @@ class Evaluation:
         self._rng, self._buffers = _rng(self.params), _contents(self.model)
         self.seen = Intercept(self.params, v)
         self._g = self._run(self.seen)
-        self.seen.partial = self.seen.partial and not self.accumulating
+        if not self.seen.partial:  # the closure starts a gradient of its own
+            self.earlier = None
+        elif self.earlier is not None and self.earlier.called and not self.earlier.partial:
+            self.seen.partial = self.earlier.error
+            self.seen.error = self.seen.error or self.earlier.error
 
     def difference(self, v: Sequence[Tensor], shrink: float = 1.0) -> Gradients:
         """Return h = (g(θ + εv) − g(θ))/ε after `first`, and leave everything as `first` left it.
@@ -158,7 +167,10 @@ class Evaluation:
                 for p, vi, g in zip(self.params, v, self._before, strict=True):
                     p.add_(vi * eps.to(p.device))
                     p.grad = None if g is None else g.clone()
-                for buffer, content in self._buffers:  # the same evaluation again: spectral_norm's vectors enter it
+                for (
+                    buffer,
+                    content,
+                ) in self._buffers:  # the same evaluation again: spectral_norm's vectors enter it
                     buffer.copy_(content)
             _set_rng(self.params, self._rng)
             g1 = self._run(Intercept(self.params, None))

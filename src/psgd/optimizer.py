@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from psgd.curvature import Curvature, Memory, automatic, average, finite_difference, hessian, parallel, say, whiten
+from psgd.curvature import (
+    Curvature,
+    Memory,
+    automatic,
+    average,
+    finite_difference,
+    hessian,
+    parallel,
+    say,
+    whiten,
+)
 from psgd.evaluation import Evaluation, Intercept
 from psgd.group import Group
 from psgd.groups.named import lra
@@ -31,15 +41,15 @@ _SOURCES = (None, hessian, finite_difference, whiten)  # as numbers in a checkpo
 
 
 class PSGD(Optimizer):
-    """Preconditioned SGD: θ ← θ − lr·P m, with P = QᵀQ fitted online to pairs (v, Hv) and m the averaged gradient.
+    """Preconditioned SGD: θ ← θ − lr·P m, with P = QᵀQ fitted online to pairs (v, Hv), m the averaged gradient.
 
-    Works in an ordinary loop (`loss.backward(); opt.step()`, gradient whitening) and, with second-order information,
-    through `opt.step(closure)` or `with opt.curvature(): loss.backward()`.
+    Works in an ordinary loop (`loss.backward(); opt.step()`, gradient whitening) and, with second-order
+    information, through `opt.step(closure)` or `with opt.curvature(): loss.backward()`.
 
     Args:
         params: parameters, named parameters or param_groups, as for any torch optimizer.
-        group: one group for all parameters together (`lra(10)` unless given; param_groups with an equal group, and an
-            equal "scope" if they name one, share one preconditioner), or a rule from a tensor's shape to its own group.
+        group: one group for all parameters together (`lra(10)` unless given; param_groups with an equal group, and
+            an equal "scope" if they name one, share one preconditioner), or a rule from a tensor's shape to its own.
         lr: step size, a number or a 0-d tensor.
         momentum: β of the averaged gradient m ← βm + (1−β)g, warmed up as a plain mean; 0 for none.
         weight_decay: decoupled decay, θ ← (1 − lr·λ)θ.
@@ -153,8 +163,9 @@ class PSGD(Optimizer):
     def curvature(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
         """Take Hessian products from the backward passes inside: `with opt.curvature(): loss.backward()`.
 
-        Any number of micro-batches: v stays the same until `step`, and h adds up. Where the next step does not update
-        the preconditioner, this does nothing. Pass the GradScaler that scales the loss. `step` may also come inside.
+        Any number of micro-batches: v stays the same until `step`, and h adds up. Where the next step does not
+        update the preconditioner, this does nothing. Pass the GradScaler that scales the loss. `step` may also come
+        inside.
         """
         memory, chosen = self._runtime, (self.param_groups[0]["curvature"], self._runtime.get("settled"))
         if not self.due or memory.get("stepping") or whiten in chosen or finite_difference in chosen:
@@ -180,10 +191,7 @@ class PSGD(Optimizer):
         h, probes = None, dict(zip(params, v, strict=False))
         if closure is not None:
             evaluation = Evaluation(closure, params, memory.get("model"))
-            if pending is not None and due:
-                evaluation.accumulating = pending.called and not pending.partial
-                if pending.error:
-                    source.accept(pending, memory)
+            evaluation.earlier = pending
             memory["stepping"] = True
             try:
                 with torch.enable_grad():
@@ -194,6 +202,7 @@ class PSGD(Optimizer):
             finally:
                 memory["stepping"] = False
             out = evaluation.out
+            pending = pending if h is None else evaluation.earlier
         products: dict[Tensor, Any] | None = None if h is None else dict(zip(params, h, strict=True))
         if pending is not None and products is None:  # Lightning's manual mode passes a closure that does nothing
             h = source.accept(pending, memory)
@@ -241,7 +250,7 @@ class PSGD(Optimizer):
             pg["updates"] += int(due)
 
     def _decide(self, h: Any) -> bool:
-        """Whether to fit on a step that is due: always with h; by whitening unless Newton pairs are the custom here."""
+        """Whether to fit on a step that is due: always with h; by whitening unless Newton is the custom here."""
         memory = self._runtime
         if h is None:
             if memory.get("in_use") in (hessian, finite_difference):
@@ -250,8 +259,8 @@ class PSGD(Optimizer):
             if lead["curvature"].newton and lead["lr"] and not memory.get("warned"):
                 memory["warned"] = True
                 say(
-                    "PSGD falls back to gradient whitening: a plain step() holds no second-order information. "
-                    "Use opt.step(closure) with a closure that returns the loss, or one that also calls backward(), "
+                    "PSGD falls back to gradient whitening: a plain step() holds no second-order information. Use "
+                    "opt.step(closure) with a closure that returns the loss, or one that also calls backward(), "
                     "or `with opt.curvature(): loss.backward()` before opt.step()."
                 )
             memory["in_use"] = whiten
@@ -265,7 +274,12 @@ class PSGD(Optimizer):
         return _regularized(g, p, pg)
 
     def _fit(
-        self, scope: Scope, pg: dict[str, Any], ok: Tensor, probes: dict[Tensor, Tensor], products: dict[Tensor, Any]
+        self,
+        scope: Scope,
+        pg: dict[str, Any],
+        ok: Tensor,
+        probes: dict[Tensor, Tensor],
+        products: dict[Tensor, Any],
     ) -> None:
         found = [products.get(p) for p in scope.params]
         h = scope.flat(found)
@@ -283,7 +297,7 @@ class PSGD(Optimizer):
 
     @staticmethod
     def _rescale(state: dict[str, Any], v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
-        """Return the factor that brings Q to the scale P ≈ 1/level, level the largest curvature met so far."""
+        """Return the factor that brings Q to the scale P ≈ 1/level, level the largest curvature so far."""
         most = h.abs().amax().clamp_min(torch.finfo(h.dtype).tiny)
         level = most * (h / most).pow(4).mean().pow(0.25) / v.square().mean().sqrt()  # fourth moment: heavy tails count
         for key in _SCALE_STATE:
@@ -306,7 +320,7 @@ class PSGD(Optimizer):
                 if "momentum" not in state:  # turned on after some steps: the warm-up is over
                     state["momentum"] = torch.where(ok, real(g), 0).to(scope.wide(p)).contiguous()
                 m = state["momentum"]
-                # a mean of the first gradients, then an exponential average; where a step is skipped, no change
+                # a mean of the first gradients, then an exponential average; no change where a step is skipped
                 weight = (1 / (1 + state["step"])).clamp_min(1 - beta)
                 m.copy_(torch.where(ok, m.lerp(real(g).to(m.dtype), weight.to(m)), m))
                 g = m
@@ -372,7 +386,7 @@ class PSGD(Optimizer):
         return [normal_like(p, lead["seed"], lead["iteration"], place[p]) for p in params]
 
     def _scopes(self, create: bool = True) -> list[Scope]:
-        """Return the scopes, made or restored where needed. Parameters that come later get one of their own."""
+        """Return the scopes, made or restored where needed. Parameters that come later get their own."""
         fresh: dict[Any, list[tuple[Tensor, dict[str, Any]]]] = {}
         known: dict[int, list[tuple[Tensor, dict[str, Any]]]] = {}
         for pg in self.param_groups:
@@ -416,7 +430,7 @@ class PSGD(Optimizer):
     # --- persistence
 
     def state_dict(self) -> dict[str, Any]:
-        """As for every optimizer; objects (group, rule, schedule, …) are the constructor's business and stay out."""
+        """As for every optimizer; objects (group, rule, schedule, …) are the constructor's business, and stay out."""
         packed = super().state_dict()
         settled = _SOURCES.index(self._runtime.get("settled"))
         packed["param_groups"] = [
@@ -448,7 +462,7 @@ class PSGD(Optimizer):
                 hook.remove()
 
     def _complete(self, loaded: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-        """Put back what the base class casts (it knows only the dtype of the parameter) and what is not saved."""
+        """Put back what the base class casts (it knows only the parameter's dtype) and what is not saved."""
         for pg, kept in zip(self.param_groups, objects, strict=True):
             pg.update(kept)
         names = (n for pg in loaded["param_groups"] for n in pg["params"])
@@ -539,7 +553,9 @@ def _validate(options: dict[str, Any]) -> None:
         if options[key] is not None and not options[key] > 0:
             raise ValueError(f"PSGD needs {key} > 0 or None, got {options[key]}")
     if not isinstance(options["curvature"], Curvature):
-        raise ValueError(f"curvature needs to be one of automatic, hessian, finite_difference, whiten, got {options['curvature']!r}")
+        raise ValueError(
+            f"curvature needs to be one of automatic, hessian, finite_difference, whiten, got {options['curvature']!r}"
+        )
     if not isinstance(options["rule"], StepSize):
         raise ValueError(f"rule needs to be a StepSize, as Smoothed() or Normalized(), got {options['rule']!r}")
     if options["precond_dtype"] is not None and not options["precond_dtype"].is_floating_point:

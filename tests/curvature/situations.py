@@ -1,7 +1,7 @@
-"""The situations of the Hessian-product matrix: small models, each with a loss, in float32 or as a float64 reference.
+"""The situations of the Hessian-product matrix: small models, each with a loss, in float32 or for reference.
 
-A situation is a function of the dtype. In float64 it leaves out what only float32 can do (compilation, autocast), so
-that a central difference of its gradients is a reference for every other way to a Hessian product.
+A situation is a function of the dtype. In float64 it leaves out what only float32 can do (compilation, autocast),
+so that a central difference of its gradients is a reference for every other way to a Hessian product.
 """
 
 import contextlib
@@ -10,7 +10,8 @@ import warnings
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,7 @@ F32, F64 = torch.float32, torch.float64
 
 
 class Recorder(PSGD):
-    """PSGD that keeps (θ, v, h) of every update, as dictionaries by parameter; h is None where it whitened."""
+    """PSGD that keeps (θ, v, h) of every update, as dictionaries by parameter; h is None if it whitened."""
 
     def _update(self, due, v, h, out):
         self.__dict__.setdefault("pairs", []).append(({p: p.detach().clone() for p in v}, v, h))
@@ -61,7 +62,12 @@ def net(activation=nn.Tanh, wrap=lambda m: m, hidden=8):
 
 def conv():
     return nn.Sequential(
-        nn.Unflatten(1, (1, 6, 6)), nn.Conv2d(1, 3, 3), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)
+        nn.Unflatten(1, (1, 6, 6)),
+        nn.Conv2d(1, 3, 3),
+        nn.GELU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(12, 3),
     )
 
 
@@ -172,6 +178,23 @@ def old_weight_norm(module):
         return nn.utils.weight_norm(module)
 
 
+def spectral(dtype, vectors=None):
+    """Spectral norm, whose power iteration keeps vectors in buffers and advances them in every evaluation."""
+
+    def first(linear):
+        return parametrizations.spectral_norm(linear) if linear.in_features == 6 else linear
+
+    model, loss = regression(lambda: net(wrap=first))(dtype)
+    norm = model[0].parametrizations.weight[0]
+
+    def same_vectors(*_):
+        norm._v.copy_(vectors)
+
+    if vectors is not None:
+        norm.register_forward_pre_hook(same_vectors)
+    return model, loss
+
+
 def compiled(backend):
     def situation(dtype):
         model, _ = regression(net)(dtype)
@@ -200,7 +223,7 @@ EXACT = {
     "embedding": regression(embedding(nn.Embedding)),
     "checkpoint": regression(checkpointed(use_reentrant=False)),
     "save_on_cpu": regression(net, context=torch.autograd.graph.save_on_cpu),
-    "sdpa math": regression(attention, context=lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)),
+    "sdpa math": regression(attention, context=lambda: sdpa_kernel(SDPBackend.MATH)),
     "custom function": regression(lambda: net(cube(GoodCube))),
 }
 
@@ -241,6 +264,12 @@ def error(h, expected):
     """‖h − expected‖/‖expected‖ over all parameters."""
     difference = [(a.double() - b).square().sum() for a, b in zip(h, expected, strict=True)]
     return (sum(difference) / sum(b.square().sum() for b in expected)).sqrt().item()
+
+
+def cosine(h, expected):
+    """The cosine between h and expected over all parameters."""
+    h, expected = (torch.cat([t.double().flatten() for t in ts]) for ts in (h, expected))
+    return torch.cosine_similarity(h, expected, 0).item()
 
 
 def trained(situation, steps=4, **options):
