@@ -463,7 +463,7 @@ def same_structure(actual: Point, expected: Point) -> None:
 
 
 def points_are_nested_dicts_of_tensors(group: Group, n: int, seed: int = 0) -> None:
-    """Only dicts with string keys and tensors, and a step keeps keys, shapes and dtypes."""
+    """Only dicts with string keys and tensors of their own; a step keeps keys, shapes and dtypes."""
 
     def plain(q: Any) -> bool:
         if type(q) is dict:
@@ -472,6 +472,8 @@ def points_are_nested_dicts_of_tensors(group: Group, n: int, seed: int = 0) -> N
 
     q = group.init(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     assert plain(q)
+    for t in tree_leaves(q):  # no leaf shares memory, with another or with itself
+        assert t.untyped_storage().nbytes() == t.numel() * t.element_size()
     for rule in RULES:
         for coin in (True, False):
             new = group.fit(q, *pair(n, seed), coin=coin, rule=rule)

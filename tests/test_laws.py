@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import psgd
 from psgd import (
+    DCT,
     Blocks,
     Butterfly,
     Circulant,
@@ -34,9 +35,15 @@ from psgd import (
     Smoothed,
     Triangular,
     XMat,
+    affine,
+    band,
+    dct,
     fishnet,
+    kaleidoscope,
     lra,
+    lra_duv,
     permutation,
+    two_grid,
 )
 
 of_every_group = pytest.mark.parametrize(("name", "group", "n"), CASES, ids=ids(CASES))
@@ -257,6 +264,21 @@ def test_permutation_mixes_within_orbits_only():
     group = permutation(orbits=[(0, 3, 5), (1,), (4, 2)])
     orbit = torch.tensor([0, 1, 2, 0, 2, 0])
     assert torch.equal(dense(group, walked(group, 6), 6) != 0, orbit[:, None] == orbit)
+
+
+def test_named_groups_are_the_expressions_of_the_paper():
+    blocks, coarse = Blocks(4, Dense()), Kronecker((3, 4), (Dense(), Identity()))
+    assert lra(3) == LowRank(3) @ Diagonal()
+    assert lra_duv(3) == Diagonal() @ LowRank(3)
+    assert band(4) == blocks @ Shift(2) @ blocks
+    assert two_grid(3, 4) == Shift(-2) @ coarse @ Shift(2) @ coarse
+    assert dct(XMat()) == XMat() @ DCT() @ Diagonal()
+    assert affine((3, 4)) == Kronecker((3, 4), (Triangular(), Triangular()))
+    assert fishnet(8) == permutation(orbits=[(0, 3, 4, 7), (1, 2, 5, 6)])
+    assert fishnet(8, levels=1) == permutation(generators=[(7, 6, 5, 4, 3, 2, 1, 0)])
+    assert kaleidoscope(8) == XMat() @ Blocks(4, XMat()) @ Blocks(2, Dense())
+    thirds = DirectSum((4, 3), (Blocks(2, Dense()), Dense()))
+    assert kaleidoscope(7) == XMat() @ DirectSum((3, 4), (XMat(), XMat())) @ thirds
 
 
 def test_low_rank_step_is_bounded_where_its_gram_matrix_is_not_accurate():
