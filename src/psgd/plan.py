@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from psgd.arrangement import Members, scope_of, together
 from psgd.group import Group
 from psgd.groups.diagonal import Diagonal, Scalar
 from psgd.groups.involution import XMat
 from psgd.groups.named import lra
-from psgd.groups.padded import Padded
-from psgd.scope import Scope, leaves, real
+from psgd.options import ParamGroup, schedule
+from psgd.scope import leaves
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,15 @@ class Plan:
     def __str__(self) -> str:
         head = ("scope", "group", "entries", "state", "Adam", "ops/fit", "ops/step")
         body = [
-            (r.name, r.group, f"{r.entries:,}", _bytes(r.state), _bytes(r.adam), f"{r.fit:.2g}", f"{r.precondition:.2g}")
+            (
+                r.name,
+                r.group,
+                f"{r.entries:,}",
+                _bytes(r.state),
+                _bytes(r.adam),
+                f"{r.fit:.2g}",
+                f"{r.precondition:.2g}",
+            )
             for r in self.rows
         ]
         widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
@@ -97,24 +107,21 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
     >>> costs.state == costs.adam + 4  # d and the momentum, and the step-size memory
     True
     """
-    from psgd.optimizer import _schedule
-
-    rows = []
-    for name, members, chosen, options in _scopes(model, group):
-        scope = Scope(chosen, members, options.get("precond_dtype"))
-        held = momentum if not options else options["momentum"]
-        if options:
-            schedule = _schedule(options)
-            precond_prob = sum(schedule.due(t, 0) for t in range(10_000)) / 10_000
+    members, names = _members(model, group, {"precond_prob": precond_prob, "momentum": momentum})
+    rows, prob = [], 0.0
+    for shared in together(members):
+        scope, pg = scope_of(shared), shared[0][1]
+        chosen, item = scope.group, scope.dtype.itemsize
+        prob = sum(schedule(pg).due(t, 0) for t in range(10_000)) / 10_000
         point = chosen.init(scope.n, dtype=scope.dtype, device=torch.device("meta"))
-        momenta = sum(real(p).numel() * scope.wide(p).itemsize for p in members) if held else 0
-        state = sum(t.numel() * t.element_size() for t in leaves(point)) + momenta
-        adam = 2 * sum(real(p).numel() * p.element_size() // (2 if p.is_complex() else 1) for p in members)
+        state = sum(t.numel() * t.element_size() for t in leaves(point)) + (scope.n * item if pg["momentum"] else 0)
+        adam = 2 * sum(p.numel() * p.element_size() for p in scope.params)
         x = torch.empty(scope.n, dtype=scope.dtype, device="meta")
-        fit = _operations(lambda c=chosen, q=point, x=x: c.fit(q, x, x))
-        precondition = _operations(lambda c=chosen, q=point, x=x: c.precondition(q, x))
+        fit = _operations(functools.partial(chosen.fit, point, x, x))
+        precondition = _operations(functools.partial(chosen.precondition, point, x))
+        name = names[scope.params[0]] if len(shared) == 1 else f"{len(shared)} tensors"
         rows.append(Row(name, str(chosen), scope.n, state, adam, fit, precondition))
-    return Plan(tuple(rows), precond_prob)
+    return Plan(tuple(rows), prob)
 
 
 def richest(params: Iterable[Tensor], memory_budget: float) -> Group:
@@ -132,38 +139,23 @@ def richest(params: Iterable[Tensor], memory_budget: float) -> Group:
     raise ValueError(f"memory_budget needs at least {least} bytes for these parameters, got {memory_budget:g}")
 
 
-def _scopes(model: Any, group: Any) -> list[tuple[str, list[Tensor], Group | Padded, dict[str, Any]]]:
-    """Group parameters as the optimizer will: (name, members, group, options)."""
-    if isinstance(model, nn.Module):
-        named: Sequence[Any] = list(model.named_parameters())
-    else:
-        named = list(model)
+def _members(model: Any, group: Any, options: ParamGroup) -> tuple[Members, dict[Tensor, str]]:
+    """List the trainable parameters with their options, and their names."""
+    named = list(model.named_parameters()) if isinstance(model, nn.Module) else list(model)
     if not named:
         raise ValueError("a plan needs parameters, got none")
     if not isinstance(named[0], dict):
-        named = [{"params": named, "group": lra(10) if group is None else group, "bare": True}]
-    found: dict[Any, list[tuple[str, Tensor]]] = {}
-    options: dict[Any, dict[str, Any]] = {}
+        named = [options | {"params": named, "group": lra(10) if group is None else group}]
+    members: Members = []
+    names: dict[Tensor, str] = {}
     for pg in named:
-        names = pg.get("param_names") or [None] * len(pg["params"])
-        for i, (item, name) in enumerate(zip(pg["params"], names, strict=True)):
-            name, p = item if isinstance(item, tuple) else (name or f"parameter {i}", item)
-            if not (p.requires_grad and p.numel()):
-                continue
-            joint = isinstance(pg["group"], (Group, Padded))
-            key = (pg["group"], pg.get("scope"), p.device) if joint else (name, id(p))
-            found.setdefault(key, []).append((name, p))
-            options[key] = {} if pg.get("bare") else pg
-    result = []
-    for key, members in found.items():
-        chosen = key[0] if isinstance(key[0], (Group, Padded)) else None
-        params = [p for _, p in members]
-        if chosen is None:
-            rule = options[key].get("group", group)
-            chosen = rule(tuple(real(params[0]).shape) or (1,))
-        name = members[0][0] if len(members) == 1 else f"{len(members)} tensors"
-        result.append((name, params, chosen, options[key]))
-    return result
+        labels = pg.get("param_names") or [f"parameter {i}" for i in range(len(pg["params"]))]
+        for item, label in zip(pg["params"], labels, strict=True):
+            name, p = item if isinstance(item, tuple) else (label, item)
+            if p.requires_grad and p.numel():
+                members.append((p, pg))
+                names[p] = name
+    return members, names
 
 
 class _Counter(TorchDispatchMode):

@@ -1,0 +1,78 @@
+"""The options of PSGD: what may be given, and what a checkpoint may hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from psgd.curvature import Curvature
+from psgd.group import Group
+from psgd.groups.padded import Padded
+from psgd.schedule import Regular, Schedule
+from psgd.step_size import StepSize
+
+ParamGroup = dict[str, Any]
+
+
+def schedule(pg: ParamGroup) -> Schedule:
+    """Return the schedule of `precond_prob`, which may be a number."""
+    prob = pg["precond_prob"]
+    return prob if isinstance(prob, Schedule) else Regular(prob)
+
+
+def listed(params: Any) -> list[Any]:
+    """Return the same parameters or param_groups, with lists where generators could be read only once."""
+    if isinstance(params, Tensor):
+        return [params]
+    return [item | {"params": listed(item["params"])} if isinstance(item, dict) else item for item in params]
+
+
+def tensors(params: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors of parameters, named parameters or param_groups."""
+    found: list[Tensor] = []
+    for item in params:
+        if isinstance(item, dict):
+            found += tensors(item["params"])
+        else:
+            found.append(item[1] if isinstance(item, tuple) else item)
+    return found
+
+
+def plain(key: str, value: Any) -> bool:
+    """Whether an option goes into a checkpoint: numbers and tensors do, objects are the constructor's business."""
+    if isinstance(value, (list, tuple)):
+        return key == "param_names" or all(plain(key, item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, Tensor))
+
+
+def validate(options: ParamGroup) -> None:
+    """Raise a ValueError for an option that cannot work."""
+    lr = options["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+    if not lr >= 0:
+        raise ValueError(f"PSGD needs lr >= 0, got {lr}")
+    for key in ("weight_decay", "l2"):
+        if not options[key] >= 0:
+            raise ValueError(f"PSGD needs {key} >= 0, got {options[key]}")
+    if not 0 <= options["momentum"] < 1:
+        raise ValueError(f"PSGD needs 0 <= momentum < 1, got {options['momentum']}")
+    if not 0 < options["precond_lr"] < 1:
+        raise ValueError(f"PSGD needs 0 < precond_lr < 1, got {options['precond_lr']}")
+    for key in ("max_rms", "max_norm", "max_value", "init_scale"):
+        if options[key] is not None and not options[key] > 0:
+            raise ValueError(f"PSGD needs {key} > 0 or None, got {options[key]}")
+    if not isinstance(options["curvature"], Curvature):
+        raise ValueError(
+            f"curvature needs to be one of automatic, hessian, finite_difference, whiten, got {options['curvature']!r}"
+        )
+    if not isinstance(options["rule"], StepSize):
+        raise ValueError(f"rule needs to be a StepSize, as Smoothed() or Normalized(), got {options['rule']!r}")
+    if options["precond_dtype"] is not None and not options["precond_dtype"].is_floating_point:
+        raise ValueError(f"precond_dtype needs to be a floating-point dtype, got {options['precond_dtype']}")
+    if not callable(options["group"]) and not isinstance(options["group"], (Group, Padded)):
+        raise ValueError(f"group needs to be a Group or a rule from shape to group, got {options['group']!r}")
+    schedule(options)
