@@ -71,12 +71,11 @@ class Intercept(TorchFunctionMode):
         outputs = [loss] if isinstance(loss, Tensor) else list(loss)
         weights = gradient if gradient is not None else grad_tensors
         weights = [weights] if isinstance(weights, Tensor) else weights
-        self.suspects |= suspects(outputs)
-        for name, why in _HOPELESS.items():
-            if name in self.suspects:
-                self.error = why
-                return
+        found, error = suspects(outputs)
+        self.suspects |= found
         try:
+            if error:
+                raise RuntimeError(error)
             g = torch.autograd.grad(outputs, self.params, weights, create_graph=True, allow_unused=True)
             assert self.v is not None
             if self.suspects and "Error" in nodes([gi for gi in g if gi is not None]):
@@ -93,10 +92,6 @@ PARTIAL = (
     "gradients were accumulated before, outside of opt.step(closure) and opt.curvature(), so that the product "
     "covers only a part of them; put every backward pass into `with opt.curvature():`"
 )
-_HOPELESS = {
-    "_DDPSinkBackward": "DistributedDataParallel(static_graph=True) fails silently in a second derivative",
-    "CheckpointFunctionBackward": "checkpoint(use_reentrant=True) hides parameters from a second derivative",
-}
 
 
 def nodes(outputs: Sequence[Any]) -> dict[str, Any]:
@@ -114,10 +109,19 @@ def nodes(outputs: Sequence[Any]) -> dict[str, Any]:
     return found
 
 
-def suspects(outputs: Sequence[Any]) -> set[str]:
-    """Name the nodes whose second derivative may be silently wrong: custom ones, and torch's weight_norm."""
+def suspects(outputs: Sequence[Any]) -> tuple[set[str], str]:
+    """Name the nodes whose second derivative may be silently wrong, custom ones and torch's weight_norm.
+
+    Also say why, where it is known to be wrong.
+    """
+    found, error = nodes(outputs), ""
+    sink = found.pop("_DDPSinkBackward", None)  # DDP's static graph counts backward passes, any of them
+    if sink is not None and sink.ddp_weakref().static_graph:
+        error = "DistributedDataParallel(static_graph=True) fails silently in a second derivative"
+    if "CheckpointFunctionBackward" in found:
+        error = "checkpoint(use_reentrant=True) hides parameters from a second derivative"
     custom = torch.autograd.function.BackwardCFunction
-    return {n for n, node in nodes(outputs).items() if isinstance(node, custom) or n.startswith("WeightNorm")}
+    return {n for n, node in found.items() if isinstance(node, custom) or n.startswith("WeightNorm")}, error
 
 
 class Evaluation:
