@@ -84,6 +84,19 @@ def test_fit_is_equivariant(name: str, group: Group, n: int):
     laws.fit_is_equivariant(group, n)
 
 
+BOUNDED = [case for case in CASES if not isinstance(case[1], LowRank)]  # whose ℓ bounds E, not the curvature
+
+
+@pytest.mark.parametrize(("name", "group", "n"), BOUNDED, ids=ids(BOUNDED))
+def test_smoothed_step_of_half_rate_lowers_the_criterion_of_any_pair(name: str, group: Group, n: int):
+    q = walked(group, n)
+    for i in range(2):
+        x, y = pair(n, i)
+        for v, h in laws.adversaries(i, x, y, lambda t: group.solve(q, group.solve_t(q, t))):
+            new = group.fit(q, v, h, lr=0.5, coin=bool(i))
+            assert group.criterion(new, v, h) <= group.criterion(q, v, h) * (1 + 1e-9)
+
+
 LONG = ["diagonal", "xmat odd", "butterfly", "triangular", "dense", "normalization", "circulant even", "lra"]
 
 
