@@ -104,6 +104,14 @@ def test_costs_grow_as_the_page_says(row, action):
     assert 0.5 < counted / claimed < 2
 
 
+def test_the_map_of_the_source_names_what_exists():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = re.search(r"```\nsrc/psgd/\n(.*?)```", text, re.DOTALL).group(1)
+    for line in tree.splitlines():
+        folder = ROOT / "src" / "psgd" if line.startswith("  ") else ROOT
+        assert (folder / line.split()[0]).exists()
+
+
 def test_formulas_are_written_as_mathematics():
     assert groups_page.pretty("2*n*log2(n)") == "2n log₂ n"
     assert groups_page.pretty("n*(m + log2(c)) + m**3") == "n(m + log₂ c) + m³"
