@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +85,11 @@ class Blocks(Group):
             return torch.ones(n)
         if not self.moves:
             return super().singular_values(q, n)
-        if self.part.singular_values(_first(q), self.k) is None:
-            return None
-        return torch.vmap(lambda p: self.part.singular_values(p, self.k))(q).flatten()
+
+        def one(p: Point) -> Any:
+            return self.part.singular_values(p, self.k)
+
+        return None if one(_first(q)) is None else torch.vmap(one)(q).flatten()
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         def one(p: Point, piece: Residual) -> Point:
@@ -96,10 +99,7 @@ class Blocks(Group):
 
 
 def _repeat(q: Point, count: int) -> Point:
-    return {
-        k: _repeat(t, count) if isinstance(t, dict) else t.expand(count, *t.shape).clone()
-        for k, t in q.items()
-    }
+    return {k: _repeat(t, count) if isinstance(t, dict) else t.expand(count, *t.shape).clone() for k, t in q.items()}
 
 
 def _first(q: Point) -> Point:
