@@ -139,8 +139,9 @@ def test_examples_run(page):
     assert blocks
     with torch.random.fork_rng():
         torch.manual_seed(0)
+        names: dict = {"__name__": page.stem}  # a page is read from top to bottom
         for block in blocks:
-            exec(compile(block, str(page), "exec"), {})
+            exec(compile(block, str(page), "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
