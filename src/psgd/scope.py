@@ -75,7 +75,7 @@ class Scope:
                     q[key] = inner
             elif leaf.shape[:1] == (self.n,):
                 for q, p, rows in zip(slices, self.params, leaf.split(self.sizes), strict=True):
-                    q[key] = rows.view(*real(p).shape, *leaf.shape[1:])
+                    q[key] = rows.view((*real(p).shape, *leaf.shape[1:]))
             else:
                 slices[0][key] = leaf
         return slices
