@@ -149,6 +149,17 @@ class PSGD(Optimizer):
 
         return plan(self.param_groups)
 
+    def diagnostics(self) -> dict[str, float]:
+        """Describe the last step and its preconditioner in a flat dict; steps that nobody looks at cost nothing.
+
+        `fit_residual` of the last fit (see `psgd.fit_residual`; known from the second look on), `log_det_q`,
+        `log_det_p`, `smallest_p`, `largest_p` and `condition_p` of P; `clipped`, the share of the steps looked at that
+        met a bound, and `skipped`, of all steps; `cosine` between g and Pg; `step_norm`. NaN is not known.
+        """
+        from psgd.step_report import step_report
+
+        return step_report(self)
+
     @contextlib.contextmanager
     def curvature(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
         """Take Hessian products from the backward passes inside: `with opt.curvature(): loss.backward()`.
@@ -243,11 +254,11 @@ class PSGD(Optimizer):
 
     def _decide(self, h: Any) -> bool:
         """Whether to fit on a step that is due: always with h; by whitening unless Newton pairs are the custom."""
-        memory = self._runtime
+        memory, lead = self._runtime, self.param_groups[0]
         if h is None:
-            if memory.get("in_use") in (hessian, finite_difference):
+            if memory.get("in_use") in (hessian, finite_difference) and lead["curvature"] != whiten:
                 return False
-            lead = self.param_groups[0]  # distributed checkpoints make the state by a step with lr = 0
+            # distributed checkpoints make the state by a step with lr = 0
             if lead["curvature"].newton and lead["lr"] and not memory.get("warned"):
                 memory["warned"] = True
                 say(

@@ -18,7 +18,7 @@ from psgd.groups.diagonal import Diagonal, Scalar
 from psgd.groups.involution import XMat
 from psgd.groups.named import lra
 from psgd.options import ParamGroup, schedule
-from psgd.scope import leaves
+from psgd.scope import leaves, real
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,12 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
     rows, prob = [], 0.0
     for shared in together(members):
         scope, pg = scope_of(shared), shared[0][1]
-        chosen, item = scope.group, scope.dtype.itemsize
+        chosen = scope.group
         prob = sum(schedule(pg).due(t, 0) for t in range(10_000)) / 10_000
         point = chosen.init(scope.n, dtype=scope.dtype, device=torch.device("meta"))
-        state = sum(t.numel() * t.element_size() for t in leaves(point)) + (scope.n * item if pg["momentum"] else 0)
+        state = sum(t.numel() * t.element_size() for t in leaves(point))
+        if pg["momentum"]:
+            state += sum(real(p).numel() * scope.wide(p).itemsize for p in scope.params)
         adam = 2 * sum(p.numel() * p.element_size() for p in scope.params)
         x = torch.empty(scope.n, dtype=scope.dtype, device="meta")
         fit = _operations(functools.partial(chosen.fit, point, x, x))

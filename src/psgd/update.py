@@ -36,6 +36,8 @@ class Update:
         # a pair without curvature says nothing: Q would grow for ever
         ok = self.ok & h_flat.isfinite().all() & (h_flat != 0).any()
         h_flat = torch.where(ok, h_flat, 0)
+        if scope.pair is not None:
+            scope.pair = (v_flat, h_flat)
         point, group = scope.point, scope.group
         if pg["init_scale"] is None and group.scalable:
             point = group.scaled(point, _rescale(self.state[scope.params[0]], v_flat, h_flat, ok))
@@ -59,8 +61,8 @@ class Update:
         if "momentum" not in state:  # turned on after some steps: the warm-up is over
             state["momentum"] = torch.where(self.ok, g, 0).to(scope.wide(p)).contiguous()
         m: Tensor = state["momentum"]
-        weight = (1 / (1 + state["step"])).clamp_min(1 - beta)
-        return m.copy_(torch.where(self.ok, m.lerp(g.to(m.dtype), weight.to(m)), m))
+        weight = (1 / (1 + state["step"].to(m))).clamp_min(1 - beta)
+        return m.copy_(torch.where(self.ok, m.lerp(g.to(m.dtype), weight), m))
 
     def write(self, scope: Scope, d: Tensor) -> None:
         """θ ← (1 − lr·λ)θ − lr·d."""
