@@ -104,11 +104,27 @@ def preconditioned(hessian: Operator, group: Group, q: Point) -> Operator:
     >>> preconditioned(Operator(2, lambda x: 5 * x), Diagonal(), Diagonal().init(2, scale=2.0))(torch.ones(2))
     tensor([20., 20.])
     """
+    dtype = hessian.dtype if next(tensors(q), None) is None else _place(q)[0]
 
     def product(x: Tensor) -> Tensor:
-        return group.apply(q, hessian(group.apply_t(q, x).to(hessian.dtype)).to(x.dtype))
+        return group.apply(q, hessian(group.apply_t(q, x).to(hessian.dtype)).to(dtype))
 
-    return Operator(hessian.n, product, torch.promote_types(hessian.dtype, _place(q)[0]), hessian.device)
+    return Operator(hessian.n, product, dtype, hessian.device)
+
+
+def augmented(operator: Operator, n: int) -> Operator:
+    """A ⊕ I of size n: the Hessian of the paper's padded cost f(θ) + ½ϑᵀϑ.
+
+    >>> augmented(Operator(2, lambda x: 5 * x), 3)(torch.ones(3))
+    tensor([5., 5., 1.])
+    """
+    if n == operator.n:
+        return operator
+
+    def product(x: Tensor) -> Tensor:
+        return torch.cat((operator(x[: operator.n]), x[operator.n :]))
+
+    return Operator(n, product, operator.dtype, operator.device)
 
 
 def _place(q: Point) -> tuple[torch.dtype, torch.device | None]:

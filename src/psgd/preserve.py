@@ -27,15 +27,15 @@ def preserved(model: nn.Module, params: Sequence[Tensor]) -> Iterator[None]:
     rng, python, other = _rng(params), random.getstate(), numpy and numpy.random.get_state()
     modes = [(m, m.training) for m in model.modules()]
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    grads = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in params]
+    grads = [(p, p.grad, p.grad.clone() if p.grad is not None else None) for p in params]
     try:
         with torch.enable_grad():
             yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, content in buffers:
+            for module, name, buffer, kept in buffers:
                 module._buffers[name] = buffer
-                buffer.copy_(content)
+                buffer.copy_(kept)
             for p, grad, content in grads:
                 p.grad = grad
                 if grad is not None and content is not None:

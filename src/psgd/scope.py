@@ -38,6 +38,7 @@ class Scope:
             default = torch.promote_types(default, real(p).dtype)
         self.dtype = dtype or default
         self.point: Point = {}
+        self.pair: tuple[Tensor, ...] | None = None  # (v, h) of the last fit, once somebody looks: see step_report
         self._wanted = dtype or torch.float32
         self._installed: list[Any] = []
 

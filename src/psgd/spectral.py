@@ -7,7 +7,7 @@ outside in, and whose first components give quadrature weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -154,9 +154,9 @@ def trace(operator: Operator, *, probes: int = 30, seed: int = 0) -> Estimate:
     return mean([float(x.double() @ operator(x).double()) for x in signs])
 
 
-def mean(samples: list[float]) -> Estimate:
+def mean(samples: Sequence[float] | Tensor) -> Estimate:
     """Return the mean of independent samples and its standard error."""
-    t = torch.tensor(samples, dtype=torch.float64)
+    t = torch.as_tensor(samples, dtype=torch.float64)
     return Estimate(float(t.mean()), float(t.std() / math.sqrt(len(t))))
 
 
