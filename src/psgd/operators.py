@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psgd.evaluation import Gradients, _rng, _set_rng, hvp
+from psgd.evaluation import Gradients, _rng, _second, _set_rng
 from psgd.group import Group, Point, tensors
 from psgd.preserve import preserved
 from psgd.scope import real
@@ -19,7 +19,7 @@ Loss = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Operator:
-    """A symmetric n×n matrix A, called as x ↦ Ax on flat vectors.
+    """A symmetric n×n matrix A, called as x ↦ Ax on flat vectors, or on a batch of them along the last axis.
 
     >>> double = Operator(3, lambda x: 2 * x)
     >>> double(torch.ones(3))
@@ -66,13 +66,14 @@ def hessian_operator(loss: Loss | Sequence[Loss], of: nn.Module | Iterable[Tenso
         dtype = torch.promote_types(dtype, real(p).dtype)
 
     def product(x: Tensor) -> Tensor:
-        v = split(x, params)
-        total = torch.zeros_like(x)
+        probes = [split(row, params) for row in x.reshape(-1, x.shape[-1])]
+        total = torch.zeros(len(probes), x.shape[-1]).to(x)
         with preserved(model, params):
             _set_rng(params, start)
             for one in losses:
-                total += flat(hessian_product(one(), params, v), sizes, x) / len(losses)
-        return total
+                products = hessian_products(one(), params, probes)
+                total += torch.stack([flat(h, sizes, x) for h in products]) / len(losses)
+        return total.view(x.shape)
 
     return Operator(sum(sizes), product, dtype, params[0].device)
 
@@ -122,7 +123,7 @@ def augmented(operator: Operator, n: int) -> Operator:
         return operator
 
     def product(x: Tensor) -> Tensor:
-        return torch.cat((operator(x[: operator.n]), x[operator.n :]))
+        return torch.cat((operator(x[..., : operator.n]), x[..., operator.n :]), -1)
 
     return Operator(n, product, operator.dtype, operator.device)
 
@@ -144,8 +145,8 @@ def trainable(of: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def hessian_product(loss: Any, params: Sequence[Tensor], v: Sequence[Tensor]) -> Gradients:
-    """H v, or an error that says why this loss has no curvature to look at."""
+def hessian_products(loss: Any, params: Sequence[Tensor], probes: Sequence[Sequence[Tensor]]) -> list[Gradients]:
+    """H v for each probe v, on one gradient; or an error that says why this loss has no curvature to look at."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"the loss needs to be a tensor with one element, got {given}")
@@ -153,12 +154,13 @@ def hessian_product(loss: Any, params: Sequence[Tensor], v: Sequence[Tensor]) ->
         raise ValueError(f"the loss needs to be finite, got {loss.item()}")
     if not loss.requires_grad:
         raise ValueError("the loss needs a graph to the parameters, got none (is it detached, or under no_grad?)")
-    g, h = hvp(loss, params, v)
+    g = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
     if all(t is None for t in g):
         raise ValueError("the loss needs to depend on the parameters, got a graph that reaches none of them")
-    if not all(t.isfinite().all() for t in h if t is not None):
+    products = [_second(g, params, v) for v in probes]
+    if not all(t.isfinite().all() for h in products for t in h if t is not None):
         raise ValueError("Hessian products need to be finite, got one that is not")
-    return h
+    return products
 
 
 def flat(parts: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor:
