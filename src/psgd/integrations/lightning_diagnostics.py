@@ -1,0 +1,42 @@
+"""`opt.diagnostics()` of a Lightning run, in its own loggers or in any other."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from psgd.integrations.watch import unwrapped
+from psgd.loggers import Logger
+
+try:
+    Callback: Any = importlib.import_module("lightning.pytorch").Callback
+except ImportError:  # so that tools can import this module without it
+    Callback = object
+
+
+class DiagnosticsCallback(Callback):  # type: ignore[misc]
+    """Logs the diagnostics of every PSGD after each `every`-th step: `Trainer(callbacks=[DiagnosticsCallback()])`.
+
+    They go to the trainer's loggers as "psgd/cosine" and so on, unless another logger is given. A second optimizer's
+    are named "psgd1/…". Steps between cost nothing.
+    """
+
+    def __init__(self, log: Logger | None = None, every: int = 100) -> None:
+        if every < 1:
+            raise ValueError(f"DiagnosticsCallback needs every >= 1, got {every}")
+        self.log, self.every, self._seen = log, every, 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Look at the step that has just been made, if there was one."""
+        step = trainer.global_step
+        if step == self._seen or step % self.every or not trainer.is_global_zero:
+            return
+        self._seen, found = step, [unwrapped(o) for o in trainer.optimizers]
+        values: dict[str, float] = {}
+        for i, opt in enumerate(opt for opt in found if opt is not None):
+            values |= {f"psgd{i or ''}/{name}": value for name, value in opt.diagnostics().items()}
+        if self.log is not None:
+            self.log(step, values)
+        else:
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step)
