@@ -72,7 +72,8 @@ class Update:
             pg, lr = self.options[p], self.options[p]["lr"]
             lr = lr.reshape(()).to(step) if isinstance(lr, Tensor) else lr
             if pg["weight_decay"]:
-                p.mul_(torch.where(self.ok, 1 - lr * pg["weight_decay"], 1.0).to(p.device))
+                fine = torch.promote_types(real(p).dtype, torch.float32)  # a factor near 1 has no place in bfloat16
+                p.mul_(1 - lr * pg["weight_decay"] * self.ok.to(p.device, fine))
             if isinstance(lr, Tensor):
                 real(p).sub_(step * lr)
             else:
