@@ -3,6 +3,7 @@
 import contextlib
 import os
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -150,7 +151,8 @@ SCENARIOS = {
 
 def work(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    patience = timedelta(seconds=60)  # ranks that disagree on what comes next would wait for half an hour
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=patience, rank=rank, world_size=WORLD)
     results = {name: train(rank, **scenario) for name, scenario in SCENARIOS.items()}
     results["fully_shard"] = sharded(rank)
     torch.save(results, f"{folder}/{rank}.pt")

@@ -26,12 +26,8 @@ def batches(size=16):
     return DataLoader(TensorDataset(x, torch.stack([x.sum(1), x.prod(1)], 1)), size)
 
 
-@pytest.fixture
-def accelerator():
-    """Make an Accelerator, and forget it at the end: it is a singleton."""
-    yield lambda **options: accelerate.Accelerator(cpu=True, **options)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+def accelerator(**options):
+    return accelerate.Accelerator(cpu=True, **options)
 
 
 def plain(accelerator, model, opt, x, y):
@@ -93,14 +89,14 @@ def same(a, b, **tolerance):
 
 
 @pytest.mark.parametrize("way, source", [(plain, psgd.whiten), (context, psgd.hessian), (closure, psgd.hessian)])
-def test_a_prepared_optimizer_makes_the_steps_of_a_plain_loop(accelerator, way, source):
+def test_a_prepared_optimizer_makes_the_steps_of_a_plain_loop(way, source):
     model, opt, losses = train(accelerator(), way)
     assert opt.source is source
     assert losses[-1] < losses[0]
     same(model, loop(newton=source is psgd.hessian))
 
 
-def test_accumulation_takes_the_product_of_all_micro_batches(accelerator):
+def test_accumulation_takes_the_product_of_all_micro_batches():
     model, opt, _ = train(accelerator(gradient_accumulation_steps=2), context, size=8)
     assert opt.source is psgd.hessian
     assert opt.param_groups[0]["iteration"] == EPOCHS * len(batches())
@@ -108,17 +104,17 @@ def test_accumulation_takes_the_product_of_all_micro_batches(accelerator):
 
 
 @pytest.mark.parametrize("way, source", [(plain, psgd.whiten), (context, psgd.hessian)])
-def test_bfloat16_trains(accelerator, way, source):
+def test_bfloat16_trains(way, source):
     _, opt, losses = train(accelerator(mixed_precision="bf16"), way)
     assert opt.source is source
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("way", [plain, context, closure])
-def test_a_loaded_state_continues_with_the_same_weights(accelerator, tmp_path, way):
+def test_a_loaded_state_continues_with_the_same_weights(forget, tmp_path, way):
     saving = accelerator()
     whole, _, _ = train(saving, way, between=lambda: saving.save_state(tmp_path))
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    forget()
     resuming = accelerator()
     resumed, _, _ = train(resuming, way, between=lambda: resuming.load_state(tmp_path), seed=5)
     same(resumed, whole)
