@@ -171,11 +171,8 @@ class Evaluation:
                 for p, vi, g in zip(self.params, v, self._before, strict=True):
                     p.add_(vi * eps.to(p.device))
                     p.grad = None if g is None else g.clone()
-                for (
-                    buffer,
-                    content,
-                ) in self._buffers:  # the same evaluation again: spectral_norm's vectors enter it
-                    buffer.copy_(content)
+                for buffer, was in self._buffers:  # the same evaluation again: spectral_norm's vectors enter it
+                    buffer.copy_(was)
             _set_rng(self.params, self._rng)
             g1 = self._run(Intercept(self.params, None))
         finally:
@@ -185,8 +182,8 @@ class Evaluation:
                     p.grad = grad  # the same object: DDP's buckets and the user's references stay valid
                     if grad is not None and content is not None:
                         grad.copy_(content)
-                for buffer, content in buffers:
-                    buffer.copy_(content)
+                for buffer, was in buffers:
+                    buffer.copy_(was)
             torch.clear_autocast_cache()
             _set_rng(self.params, rng)
             self.out = out
