@@ -16,7 +16,7 @@ from psgd.evaluation import Evaluation, Intercept
 from psgd.group import Group
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
-from psgd.options import ParamGroup, listed, plain, schedule, tensors, validate
+from psgd.options import OBJECTS, ParamGroup, listed, plain, schedule, tensors, validate
 from psgd.probes import normal_like
 from psgd.schedule import Regular, Schedule
 from psgd.scope import Scope
@@ -291,15 +291,16 @@ class PSGD(Optimizer):
         """As for every optimizer; objects (group, rule, schedule, …) are the constructor's business, and stay out."""
         packed = super().state_dict()
         settled = _SOURCES.index(self._runtime.get("settled"))
-        packed["param_groups"] = [
-            {k: v for k, v in pg.items() if plain(k, v)} | {"settled": settled} for pg in packed["param_groups"]
+        packed["param_groups"] = [  # with every key: distributed checkpoints ask for all that param_groups have
+            {k: v if plain(k, v) else None for k, v in pg.items()} | {"settled": settled}
+            for pg in packed["param_groups"]
         ]
         return packed
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping every dtype as it was saved."""
-        objects = [{k: v for k, v in pg.items() if not plain(k, v)} for pg in self.param_groups]
+        objects = [{k: pg[k] for k in OBJECTS} for pg in self.param_groups]
         final: list[dict[str, Any]] = []
 
         def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -322,7 +323,7 @@ class PSGD(Optimizer):
     def _complete(self, loaded: dict[str, Any], objects: list[dict[str, Any]]) -> None:
         """Put back what the base class casts (it knows only the parameter's dtype) and what is not saved."""
         for pg, kept in zip(self.param_groups, objects, strict=True):
-            pg.update(kept)
+            pg.update({k: v for k, v in kept.items() if pg.get(k) is None or not plain(k, v)})
         names = (n for pg in loaded["param_groups"] for n in pg["params"])
         for name, p in zip(names, (p for pg in self.param_groups for p in pg["params"]), strict=True):
             if name in loaded["state"]:

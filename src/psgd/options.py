@@ -15,6 +15,9 @@ from psgd.step_size import StepSize
 
 ParamGroup = dict[str, Any]
 
+OBJECTS = ("group", "scope", "curvature", "rule", "precond_prob", "precond_dtype")
+"""Options that may be objects: a checkpoint holds None in their place, and loading keeps the constructor's."""
+
 
 def schedule(pg: ParamGroup) -> Schedule:
     """Return the schedule of `precond_prob`, which may be a number."""

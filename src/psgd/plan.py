@@ -176,9 +176,10 @@ class _Counter(TorchDispatchMode):
         if name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::mv", "aten::dot"):
             inner = next(a for a in args if isinstance(a, Tensor)).shape[-1]
             self.total += 2.0 * first.numel() * inner
-        elif "linalg" in name or "lu_" in name:
-            n = first.shape[-1] if first.ndim else 1
-            self.total += 2.0 / 3.0 * n**3 if "triangular" not in name else float(first.numel() * n)
+        elif "linalg_solve" in name:  # by substitution, or with a factorization of each matrix
+            matrix = args[0]
+            factorization = 0 if "triangular" in name else 2 / 3 * matrix.numel() * matrix.shape[-1]
+            self.total += factorization + 2.0 * first.numel() * matrix.shape[-1]
         elif "fft" in name:
             self.total += 5.0 * first.numel() * math.log2(max(2, first.shape[-1]))
         elif not getattr(func, "is_view", False):
