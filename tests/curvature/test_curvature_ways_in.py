@@ -304,13 +304,14 @@ def test_an_error_in_the_closure_or_the_block_leaves_the_optimizer_usable():
     assert all(p.equal(e) for p, e in zip(model.parameters(), expected, strict=True))
 
 
-def test_a_failing_second_evaluation_restores_parameters_and_gradients():
+def test_a_failing_second_evaluation_restores_parameters_gradients_and_random_numbers():
     model, loss = EXACT["mlp"](F32)
     before = [p.detach().clone() for p in model.parameters()]
     calls = []
 
     def once():
-        calls.append(1)
+        torch.rand(3 - len(calls))  # the first draws more than the second
+        calls.append(torch.get_rng_state())
         if len(calls) == 2:
             raise KeyError
         return loss()
@@ -320,6 +321,8 @@ def test_a_failing_second_evaluation_restores_parameters_and_gradients():
         opt.step(once)
     assert all(p.equal(b) for p, b in zip(model.parameters(), before, strict=True))
     assert all(p.grad is not None for p in model.parameters())
+    assert calls[0].equal(torch.get_rng_state())
+    assert not calls[0].equal(calls[1])
 
 
 def test_clipping_inside_the_closure_does_not_clip_the_difference():
@@ -353,6 +356,17 @@ def test_a_loss_that_reaches_no_parameter_decides_nothing():
             loss().backward()
         opt.step()
     assert opt.source is psgd.hessian
+
+
+@pytest.mark.parametrize("curvature", [psgd.automatic, psgd.hessian, psgd.finite_difference])
+def test_a_loss_without_curvature_leaves_the_preconditioner_alone(curvature):
+    """A zero product would make it grow for ever."""
+    w = torch.zeros(4, requires_grad=True)
+    opt = PSGD([w], psgd.Diagonal(), curvature=curvature, momentum=0.0)
+    for _ in range(30):
+        opt.step(lambda: w.sum())
+    assert torch.equal(opt.state[w]["q"]["d"], torch.ones(4))
+    assert torch.allclose(w, torch.full((4,), -0.3))
 
 
 def test_two_optimizers_watch_the_same_backward_pass():

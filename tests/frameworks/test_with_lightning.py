@@ -135,6 +135,25 @@ def test_manual_optimization_alone_whitens_and_says_so(fit):
     same(module, loop(curvature=psgd.whiten))
 
 
+def test_two_optimizers_that_take_turns_make_newton_steps(fit):
+    class Turns(Manual):
+        def configure_optimizers(self):
+            return [PSGD(layer.parameters(), curvature=psgd.hessian, **OPTIONS) for layer in (self.net[0], self.net[3])]
+
+        def training_step(self, batch, _):
+            for opt in self.optimizers():
+                with opt.toggle_model():
+                    opt.zero_grad()
+                    self.manual_backward(self.loss(batch))
+                    opt.step()
+
+    module = Turns(inline=False)
+    optimizers = fit(module, callbacks=[CurvatureCallback()]).optimizers
+    assert all(opt.source is psgd.hessian for opt in optimizers)
+    assert all(opt.param_groups[0]["updates"] == EPOCHS * BATCHES / 2 for opt in optimizers)
+    assert module.losses[-1] < module.losses[0]
+
+
 def test_the_callback_does_no_harm_where_it_is_not_needed(fit):
     module = Module()
     assert fit(module, callbacks=[CurvatureCallback()]).optimizers[0].source is psgd.hessian
