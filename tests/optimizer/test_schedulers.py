@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
-from toys import mlp, same, train
 from torch.optim import lr_scheduler
+from toys import mlp, same, train
 
 from psgd import PSGD, whiten
 
