@@ -78,9 +78,7 @@ class Orthogonal(Group):
         return {}
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
-        raise ValueError(
-            f"{self} is orthogonal and takes no scale, got {s}; compose it with Scalar() or Diagonal()"
-        )
+        raise ValueError(f"{self} is orthogonal and takes no scale, got {s}; compose it with Scalar() or Diagonal()")
 
     def solve(self, q: Point, x: Tensor) -> Tensor:
         return self.apply_t(q, x)

@@ -208,9 +208,7 @@ def rows(
 
 def floats(q: Point) -> int:
     """Count the coordinates of Q; the keys "ell…" only steer its step size."""
-    return sum(
-        floats(t) if isinstance(t, dict) else t.numel() for key, t in q.items() if not key.startswith("ell")
-    )
+    return sum(floats(t) if isinstance(t, dict) else t.numel() for key, t in q.items() if not key.startswith("ell"))
 
 
 def winners(table: Sequence[Row]) -> list[int]:
@@ -232,9 +230,7 @@ def text(table: Sequence[Row], columns: Sequence[str]) -> str:
     lines = [" ".join([f"{'group':{width}} floats", *(f"{name:>10}" for name in columns)])]
     lines.append("─" * len(lines[0]))
     for i, row in enumerate(table):
-        cells = [
-            f"{number(value):>9}{'*' if marked[j] == i else ' '}" for j, value in enumerate(row.conditions)
-        ]
+        cells = [f"{number(value):>9}{'*' if marked[j] == i else ' '}" for j, value in enumerate(row.conditions)]
         lines.append(" ".join([f"{row.name:{width}} {row.floats:6}", *cells]).rstrip())
     return "\n".join(lines)
 
@@ -266,9 +262,7 @@ def draw(table: Sequence[Row], problems: Mapping[str, Tensor], path: Path) -> No
         axes.axhline(edge - 0.5, color="white", lw=1.5)
         axes.axvline(edge - 0.5, color="white", lw=1.5)
     axes.set(xlim=(-0.5, len(problems) - 0.5), ylim=(len(table) - 0.5, -0.5), xticks=[])
-    axes.set_yticks(
-        range(len(table)), [f"{row.name} {row.floats:5}" for row in table], family="monospace", fontsize=9
-    )
+    axes.set_yticks(range(len(table)), [f"{row.name} {row.floats:5}" for row in table], family="monospace", fontsize=9)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.text(-0.008, 1.012, "group, floats", transform=axes.transAxes, ha="right", fontsize=9, color="0.35")
@@ -303,9 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if sys.stderr.isatty():
             print(f"\r\033[Kfitting {name} …", end="", file=sys.stderr, flush=True)
 
-    print(
-        f"Condition number of P^½HP^½ for {N}×{N} Hessians, P = QᵀQ fitted in {STEPS} steps on each group.\n"
-    )
+    print(f"Condition number of P^½HP^½ for {N}×{N} Hessians, P = QᵀQ fitted in {STEPS} steps on each group.\n")
     table = list(rows(N, STEPS, begin=begin))
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -131,7 +131,7 @@ class Evaluation:
         self.closure, self.params, self.model = closure, params, model
         self.out: Any = None
         self._before: Gradients = []
-        self._g: Gradients = []
+        self.gradient: Gradients = []
         self._rng: list[Tensor] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.seen = Intercept(params, None)
@@ -150,7 +150,7 @@ class Evaluation:
         self._before = [None if p.grad is None else p.grad.clone() for p in self.params]
         self._rng, self._buffers = _rng(self.params), _contents(self.model)
         self.seen = Intercept(self.params, v)
-        self._g = self._run(self.seen)
+        self.gradient = self._run(self.seen)
         if not self.seen.partial:  # the closure starts a gradient of its own
             self.earlier = None
         elif self.earlier is not None and self.earlier.called and not self.earlier.partial:
@@ -188,7 +188,7 @@ class Evaluation:
             _set_rng(self.params, rng)
             self.out = out
         # subtracted in the gradient's own dtype: a cast before it would destroy h
-        pairs = zip(g1 or [None] * len(self._g), self._g, strict=True)
+        pairs = zip(g1 or [None] * len(self.gradient), self.gradient, strict=True)
         return [None if b is None or a is None else (b - a) / eps.to(b.device) for b, a in pairs]
 
     def _epsilon(self) -> Tensor:

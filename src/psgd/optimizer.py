@@ -182,7 +182,7 @@ class PSGD(Optimizer):
 
     # --- the step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step, and return what the closure returned."""
         memory, lead, out = self._runtime, self.param_groups[0], None
         source: Curvature = lead["curvature"]
@@ -297,7 +297,6 @@ class PSGD(Optimizer):
         ]
         return packed
 
-    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, keeping every dtype as it was saved."""
         objects = [{k: pg[k] for k in OBJECTS} for pg in self.param_groups]

@@ -143,7 +143,7 @@ def richest(params: Iterable[Tensor], memory_budget: float) -> Group:
 
 def _members(model: Any, group: Any, options: ParamGroup) -> tuple[Members, dict[Tensor, str]]:
     """List the trainable parameters with their options, and their names."""
-    named = list(model.named_parameters()) if isinstance(model, nn.Module) else list(model)
+    named: list[Any] = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     if not named:
         raise ValueError("a plan needs parameters, got none")
     if not isinstance(named[0], dict):
@@ -164,7 +164,7 @@ class _Counter(TorchDispatchMode):
     """Counts operations: two for each multiply-add of a matrix product, one for each entry that another op writes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Randomness as a function of (seed, step, index) alone: ranks agree, resuming is exact, the user's RNG is untouched."""
+"""Randomness as a function of (seed, step, index): ranks agree, resuming is exact, the user's RNG is untouched."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A scope: parameters that share one preconditioner.
 
 The mathematics wants one flat vector and one point. Checkpoints want everything per parameter. Both are views of one
-storage: a leaf whose leading axis has length n holds a row for each entry of the parameters, so that each parameter owns
-its rows, in its own shape; any other leaf (step-size memories, Kronecker factors) is kept by the scope's first parameter.
+storage: a leaf whose leading axis has length n holds a row for each entry of the parameters, so that each parameter
+owns its rows, in its own shape; any other leaf (step-size memories, Kronecker factors) is kept by the first parameter.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Scope:
                 continue
             rows = leaf.shape[:1] == (self.n,)
             shapes = [(*real(p).shape, *leaf.shape[1:]) for p in self.params] if rows else [leaf.shape]
-            pieces = [q.get(key) for q in slices[: len(shapes)]]
+            pieces: list[Any] = [q.get(key) for q in slices[: len(shapes)]]
             for piece, shape in zip(pieces, shapes, strict=True):
                 if not isinstance(piece, Tensor) or piece.shape != shape:
                     got = tuple(piece.shape) if isinstance(piece, Tensor) else "none"

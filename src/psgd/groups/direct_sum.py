@@ -26,9 +26,7 @@ class DirectSum(Composite):
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.parts) or not self.parts:
-            raise ValueError(
-                f"DirectSum needs a size for each part, got {len(self.sizes)} and {len(self.parts)}"
-            )
+            raise ValueError(f"DirectSum needs a size for each part, got {len(self.sizes)} and {len(self.parts)}")
         if min(self.sizes) < 1:
             raise ValueError(f"DirectSum needs sizes >= 1, got sizes={self.sizes}")
         for size, part in zip(self.sizes, self.parts, strict=True):

@@ -27,9 +27,7 @@ class IncompleteTriangular(MatrixAlgebra):
 
     def __post_init__(self) -> None:
         if self.k < 1:
-            raise ValueError(
-                f"IncompleteTriangular needs k >= 1 whole rows, got k={self.k}; Diagonal() has none"
-            )
+            raise ValueError(f"IncompleteTriangular needs k >= 1 whole rows, got k={self.k}; Diagonal() has none")
 
     def check(self, n: int) -> None:
         if n <= self.k:

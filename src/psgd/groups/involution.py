@@ -104,9 +104,7 @@ class Butterfly(Involution):
 
     def check(self, n: int) -> None:
         if n % 2:
-            raise ValueError(
-                f"Butterfly() needs an even n, got n={n}; XMat() takes any, Padded(Butterfly(), 2) pads"
-            )
+            raise ValueError(f"Butterfly() needs an even n, got n={n}; XMat() takes any, Padded(Butterfly(), 2) pads")
 
     def sigma(self, x: Tensor) -> Tensor:
         return x.roll(x.shape[-1] // 2, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from functools import reduce
@@ -34,9 +35,7 @@ class Kronecker(Composite):
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.parts) or not self.parts:
-            raise ValueError(
-                f"Kronecker needs a factor for each axis, got {len(self.shape)} and {len(self.parts)}"
-            )
+            raise ValueError(f"Kronecker needs a factor for each axis, got {len(self.shape)} and {len(self.parts)}")
         if min(self.shape) < 1:
             raise ValueError(f"Kronecker needs axes of size >= 1, got shape={self.shape}")
         for size, part in zip(self.shape, self.parts, strict=True):
@@ -103,10 +102,8 @@ class Kronecker(Composite):
         for i, (part, p) in enumerate(self.pairs(q)):
             mine = r
             if part.moves and not isinstance(part, (MatrixAlgebra, LowRank)):  # these ignore what enters them
-                mine = r._replace(
-                    h=self._each("apply", q, r.h, skip=i), v=self._each("solve_t", q, r.v, skip=i)
-                )
-            new[str(i)] = part.step(p, mine.map(lambda t, i=i: self._move(t, i)), lr, coin, rule)
+                mine = r._replace(h=self._each("apply", q, r.h, skip=i), v=self._each("solve_t", q, r.v, skip=i))
+            new[str(i)] = part.step(p, mine.map(functools.partial(self._move, axis=i)), lr, coin, rule)
         return new
 
 

@@ -47,7 +47,7 @@ class LowRank(Group):
         raise ValueError(f"{self} = I + UVᵀ takes no scale, got {s}; compose it with Scalar() or Diagonal()")
 
     def origin(self, n: int, where: Where) -> Point:
-        # Neither may start at zero: U = 0 does not move on A_U(V), nor V = 0 on A_V(U). The 10 keeps ‖UVᵀ‖ ≪ 1 at r = 1.
+        # Neither may start at zero: U = 0 does not move on A_U(V), nor V = 0 on A_V(U). The 10 keeps ‖UVᵀ‖ ≪ 1.
         size = (n * (self.rank + 10)) ** -0.5
         device = where.device if where.generator is None else where.generator.device
 

@@ -87,9 +87,7 @@ def fishnet(n: int, levels: int = 2) -> Product:
             flipped = [start + stop - 1 - i if start <= i < stop else i for i in range(n)]
             generators.append(flipped)
         spans = [
-            half
-            for start, stop in spans
-            for half in ((start, -(-(start + stop) // 2)), ((start + stop) // 2, stop))
+            half for start, stop in spans for half in ((start, -(-(start + stop) // 2)), ((start + stop) // 2, stop))
         ]
     return permutation(generators=generators)
 
@@ -115,6 +113,4 @@ def _halves(n: int, count: int, part: Group) -> Group:
     if not longer:
         return part if count == 1 else Blocks(k, part)
     sizes = ((count - longer) * k, longer * (k + 1))
-    return DirectSum(
-        sizes, tuple(part if s == b else Blocks(b, part) for s, b in zip(sizes, (k, k + 1), strict=True))
-    )
+    return DirectSum(sizes, tuple(part if s == b else Blocks(b, part) for s, b in zip(sizes, (k, k + 1), strict=True)))

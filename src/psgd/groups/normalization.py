@@ -54,6 +54,4 @@ class Normalization(MatrixAlgebra):
     def norm(self, e: Point) -> Tensor:
         d, u = lift(e["d"]), lift(e["u"])
         column = torch.hypot(frobenius(u), d[-1].abs())
-        return torch.hypot(
-            torch.cat((d[:-1].abs(), torch.zeros_like(d[:1]))).amax(), column
-        )  # two sets of columns
+        return torch.hypot(torch.cat((d[:-1].abs(), torch.zeros_like(d[:1]))).amax(), column)  # two sets of columns

@@ -59,9 +59,7 @@ class Padded:
         """One step of the padded group on (v, h) and the padding's own pairs, with the options of `Group.fit`."""
         n, extra = v.shape[-1], self.size(v.shape[-1]) - v.shape[-1]
         units = torch.eye(extra, dtype=v.dtype, device=v.device)
-        v, h = (
-            torch.cat((pad(t.reshape(-1, n), (0, extra)), pad(units, (n, 0)).to(t.dtype))) for t in (v, h)
-        )
+        v, h = (torch.cat((pad(t.reshape(-1, n), (0, extra)), pad(units, (n, 0)).to(t.dtype))) for t in (v, h))
         return self.part.fit(q, v, h, **options)
 
     def precondition(self, q: Point, g: Tensor) -> Tensor:

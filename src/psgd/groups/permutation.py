@@ -52,7 +52,8 @@ def orbits_of(generators: Iterable[Sequence[int]]) -> Cells:
     """
     generators = _permutations(generators)
     n = len(generators[0])
-    cell_of, cells = [-1] * n, []
+    cell_of = [-1] * n
+    cells: Cells = []
     for start in range(n):
         if cell_of[start] < 0:
             reached = [start]
@@ -82,9 +83,7 @@ def require_group(elements: Iterable[Sequence[int]]) -> Cells:
     for a in permutations:
         for b in permutations:
             if tuple(a[i] for i in b) not in known:
-                raise ValueError(
-                    f"elements need to form a group: {a} after {b} is missing; pass generators= instead"
-                )
+                raise ValueError(f"elements need to form a group: {a} after {b} is missing; pass generators= instead")
     return permutations
 
 
