@@ -94,6 +94,7 @@ class Group(ABC):
 
     def check(self, n: int) -> None:
         """Raise a ValueError that says what fits, if this group has no n×n matrices."""
+        del n  # most have them for every n
 
     # --- points
 

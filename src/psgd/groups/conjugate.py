@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from psgd.group import Group, Point, Residual, Where
@@ -17,6 +16,7 @@ class Conjugate(Group):
 
     C starts at its group's origin; put any other point in its place with `q | {"C": point}`.
 
+    >>> import torch
     >>> from psgd import Diagonal, Normalization
     >>> group = Conjugate(Normalization(), Diagonal())
     >>> q = group.init(2) | {"C": {"d": torch.ones(2), "u": torch.tensor([3.0])}}
