@@ -73,7 +73,7 @@ def snapshot_of(state):
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("group", [lra(2), XMat(), affine], ids=str)
+@pytest.mark.parametrize("group", [lra(2), XMat(), affine], ids=["lra", "xmat", "affine"])
 def test_a_copy_goes_on_as_the_original(again, group):
     model = mlp()
     opt = PSGD(model.parameters(), group, precond_prob=1.0, curvature=hessian)
@@ -93,7 +93,7 @@ def test_state_is_kept_per_parameter_in_its_own_shape():
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("group", [lra(2), affine], ids=str)
+@pytest.mark.parametrize("group", [lra(2), affine], ids=["lra", "affine"])
 def test_distributed_checkpoints_read_by_name_and_fill_a_fresh_optimizer(flatten, group):
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     model, twin = mlp(), mlp()
