@@ -7,6 +7,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import pytest
@@ -369,10 +370,10 @@ def has_rightmost_algebra(group: Group) -> bool:
 
 
 def one_twin_moves_at_a_time(group: Group, n: int, seed: int = 0) -> None:
-    """A LowRank factor moves U or V, never both, and carries the ell of the one that moved."""
-    q = walked(group, n, seed)
+    """A LowRank factor moves U or V, never both, and carries its ell; at the origin, too."""
     v, h = pair(n, seed + 50)
-    for coin in (True, False):
+    origin = group.init(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for q, coin in product((origin, walked(group, n, seed)), (True, False)):
         new = group.fit(q, v, h, coin=coin)
         for (leaf, _, a, _), (_, _, b, _) in zip(factors(group, n, q), factors(group, n, new), strict=True):
             if isinstance(leaf, LowRank) and leaf.moves:
