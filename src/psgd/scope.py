@@ -52,7 +52,10 @@ class Scope:
 
     def restore(self, state: State) -> None:
         """Take the point from the per-parameter state, as after a load, a copy or a move."""
-        template = self.group.init(self.n, dtype=self.dtype, device=torch.device("meta"))
+        try:
+            template = self.group.init(self.n, dtype=self.dtype, device=torch.device("meta"))
+        except ValueError as e:
+            raise ValueError(f"the state was saved for another group: {e}") from e
         self.point = self._gather(template, [state[p].get("q", {}) for p in self.params])
         self._install(state)
 

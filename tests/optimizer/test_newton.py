@@ -200,9 +200,7 @@ def test_automatic_takes_one_product_on_each_due_step():
     assert Counted.products == 10
 
 
-@pytest.mark.parametrize(
-    ("curvature", "extra"), [(hessian, 0), (finite_difference, 5), (whiten, 0), (automatic, 1)]
-)
+@pytest.mark.parametrize(("curvature", "extra"), [(hessian, 0), (finite_difference, 5), (whiten, 0), (automatic, 1)])
 def test_the_number_of_evaluations_is_one_a_step_and_what_the_curvature_adds(curvature, extra):
     x = torch.ones(3, requires_grad=True)
     calls = []
@@ -228,9 +226,7 @@ def test_the_pair_reaches_every_parameter(curvature):
     for _ in range(250):
         opt.step(lambda: sum((i + 1.0) / 2 * p.square().sum() for i, p in enumerate(params)))
     for i, p in enumerate(params):
-        torch.testing.assert_close(
-            opt.state[p]["q"]["d"] ** -2, torch.full_like(p, i + 1.0), rtol=0.05, atol=0
-        )
+        torch.testing.assert_close(opt.state[p]["q"]["d"] ** -2, torch.full_like(p, i + 1.0), rtol=0.05, atol=0)
 
 
 def test_the_pair_of_a_rule_reaches_same_shaped_parameters_apart():
