@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from situations import EXACT, F32, FINITE_DIFFERENCE, Recorder, error, net, regression
+from situations import EXACT, F32, FINITE_DIFFERENCE, Recorder, error, net, reference, regression
 from torch.nn import functional as F
 
 import psgd
@@ -245,6 +245,18 @@ def test_a_closure_that_holds_only_the_last_micro_batch_says_so_once(curvature):
             opt.step(closure)
     assert len(seen) == 1
     assert opt.source is (psgd.whiten if curvature is psgd.automatic else curvature)
+
+
+def test_finite_differences_leave_out_what_was_accumulated_before():
+    model, loss = EXACT["mlp"](F32)
+    opt = Recorder(model.parameters(), curvature=psgd.finite_difference)
+    with pytest.warns(UserWarning, match="accumulated before"):
+        loss().backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        opt.step(lambda: loss().backward())
+    theta, v, h = opt.pairs[0]
+    assert error(h.values(), reference(EXACT["mlp"], theta, v)) < 1e-2
+    assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model.parameters(), before, strict=True))
 
 
 # --- the GradScaler
