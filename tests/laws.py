@@ -403,9 +403,7 @@ def balance_changes_coordinates_only(group: Group, n: int, seed: int = 0) -> Non
             near(p["U"].norm(), p["V"].norm())
     for kron, p in kroneckers(group, even):
         norms = [
-            part.norm(without_ell(p[str(i)]))
-            for i, part in enumerate(kron.parts)
-            if isinstance(part, MatrixAlgebra)
+            part.norm(without_ell(p[str(i)])) for i, part in enumerate(kron.parts) if isinstance(part, MatrixAlgebra)
         ]
         for norm in norms[1:]:
             near(norm, norms[0])

@@ -27,9 +27,7 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
-    Mutant(
-        "solve instead of solve_t in b", "group.py", "self.solve_t(q, v)\n", "self.solve(q, v)\n", "Dense"
-    ),
+    Mutant("solve instead of solve_t in b", "group.py", "self.solve_t(q, v)\n", "self.solve(q, v)\n", "Dense"),
     Mutant(
         "P = QQᵀ",
         "group.py",
@@ -50,14 +48,10 @@ MUTANTS = [
     Mutant("ell not carried", "algebra.py", '| {"ell": ell}', '| {"ell": q["ell"]}', "Dense"),
     Mutant("ell scaled with Q", "algebra.py", 't if k == "ell" else (s * t)', "(s * t)", "Triangular"),
     Mutant("batch mean for batch sum", "linalg.py", "t.sum(dim", "t.mean(dim", "Diagonal"),
-    Mutant(
-        "batch sum dropped", "linalg.py", "t if t.ndim == keep else", "t if t.ndim >= keep else", "Diagonal"
-    ),
+    Mutant("batch sum dropped", "linalg.py", "t if t.ndim == keep else", "t if t.ndim >= keep else", "Diagonal"),
     Mutant("solve with Aᵀ", "linalg.py", "solve_ex(lift(a).mT", "solve_ex(lift(a)", "Dense"),
     Mutant("triangle upside down", "linalg.py", "upper=not upper", "upper=upper", "Triangular"),
-    Mutant(
-        "max for Frobenius", "linalg.py", "size * torch.linalg.vector_norm(lift(t) / size)", "size", "Dense"
-    ),
+    Mutant("max for Frobenius", "linalg.py", "size * torch.linalg.vector_norm(lift(t) / size)", "size", "Dense"),
     Mutant(
         "norm overflows",
         "linalg.py",
@@ -79,9 +73,7 @@ MUTANTS = [
         "now",
         "Dense",
     ),
-    Mutant(
-        "paper's rule by the bound", "step_size.py", "_divide(lr, norm())", "_divide(lr, bound())", "Diagonal"
-    ),
+    Mutant("paper's rule by the bound", "step_size.py", "_divide(lr, norm())", "_divide(lr, bound())", "Diagonal"),
     Mutant(
         "zero divided by zero",
         "step_size.py",
@@ -147,9 +139,7 @@ MUTANTS = [
         'lift(e["c"]).abs().amax()',
         "Circulant",
     ),
-    Mutant(
-        "triangle not kept", "groups/triangular.py", "self._keep(outer(x, y))", "outer(x, y)", "Triangular"
-    ),
+    Mutant("triangle not kept", "groups/triangular.py", "self._keep(outer(x, y))", "outer(x, y)", "Triangular"),
     Mutant("wrong triangle", "groups/triangular.py", "t.tril()", "t.triu()", "LowerTriangular"),
     Mutant(
         "B without d",
@@ -204,16 +194,10 @@ MUTANTS = [
     ),
     Mutant("balance forgets ell", "groups/low_rank.py", 'q["ell_U"] * rho.square()', 'q["ell_U"]', "LowRank"),
     Mutant("V starts at zero", "groups/low_rank.py", '"V": normal()', '"V": 0 * normal()', "LowRank"),
-    Mutant(
-        "global random state", "groups/low_rank.py", "generator=where.generator, dtype", "dtype", "LowRank"
-    ),
-    Mutant(
-        "twiddle sign of the DCT", "groups/constant.py", "(-math.pi / (2 * n))", "(math.pi / (2 * n))", "DCT"
-    ),
+    Mutant("global random state", "groups/low_rank.py", "generator=where.generator, dtype", "dtype", "LowRank"),
+    Mutant("twiddle sign of the DCT", "groups/constant.py", "(-math.pi / (2 * n))", "(math.pi / (2 * n))", "DCT"),
     Mutant("first row of the DCT too large", "groups/constant.py", "w[:1] / math.sqrt(2)", "w[:1]", "DCT"),
-    Mutant(
-        "shift to the other side", "groups/constant.py", "x.roll(self.k, -1)", "x.roll(-self.k, -1)", "Shift"
-    ),
+    Mutant("shift to the other side", "groups/constant.py", "x.roll(self.k, -1)", "x.roll(-self.k, -1)", "Shift"),
     Mutant(
         "permutation for its inverse",
         "groups/constant.py",
@@ -228,9 +212,7 @@ MUTANTS = [
         "factor.apply_t(new[str(i)], x), factor.solve(new[str(i)], w)",
         "LowRank",
     ),
-    Mutant(
-        "sweep with Q⁻ᵀ for Q⁻¹", "groups/product.py", "factor.solve(p, w)", "factor.solve_t(p, w)", "LowRank"
-    ),
+    Mutant("sweep with Q⁻ᵀ for Q⁻¹", "groups/product.py", "factor.solve(p, w)", "factor.solve_t(p, w)", "LowRank"),
     Mutant(
         "rate not shared by factors",
         "groups/product.py",
@@ -407,9 +389,7 @@ def main(words: list[str]) -> None:
             file = Path(copy, "src/psgd", mutant.file)
             text = file.read_text()
             if text.count(mutant.old) != 1:
-                raise ValueError(
-                    f"{mutant.file} needs to hold {mutant.old!r} once, got {text.count(mutant.old)}"
-                )
+                raise ValueError(f"{mutant.file} needs to hold {mutant.old!r} once, got {text.count(mutant.old)}")
             file.write_text(text.replace(mutant.old, mutant.new))
             inside = [sys.executable, Path(copy, "tests/mutants.py"), "--inside", mutant.case]
             path = {"PYTHONPATH": f"{copy}/src:{copy}/tests"}

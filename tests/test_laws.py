@@ -122,9 +122,7 @@ def element(group: MatrixAlgebra, n: int, seed: int) -> Point:
     """A random element of the algebra, invertible or not."""
     g = torch.Generator().manual_seed(seed)
     shapes = {k: t.shape for k, t in group.identity(n).items()}
-    return in_algebra(
-        group, n, {k: torch.randn(s, generator=g, dtype=torch.float64) for k, s in shapes.items()}
-    )
+    return in_algebra(group, n, {k: torch.randn(s, generator=g, dtype=torch.float64) for k, s in shapes.items()})
 
 
 @of_every_algebra
