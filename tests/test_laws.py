@@ -333,8 +333,8 @@ def test_padded_group_of_a_fitting_size_is_the_group():
 
 def test_padding_is_a_parameter_with_unit_hessian():
     group = Padded(Butterfly(), 4)
-    q = group.init(6, dtype=torch.float64)
-    hessian = torch.tensor([1.0, 4.0, 9.0, 16.0, 25.0, 36.0], dtype=torch.float64)
+    q = group.init(6, scale=2.0, dtype=torch.float64)
+    hessian = torch.linspace(0.5, 3, 6, dtype=torch.float64)
     for i in range(500):
         v, _ = pair(6, i)
         q = group.fit(q, v, hessian * v, lr=0.5)
