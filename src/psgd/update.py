@@ -70,6 +70,8 @@ class Update:
             if p not in self.grads:
                 continue
             pg, lr = self.options[p], self.options[p]["lr"]
+            if not schedule(pg).ever:
+                step = step.to(real(p).dtype)  # now this is SGD to the last bit
             lr = lr.reshape(()).to(step) if isinstance(lr, Tensor) else lr
             if pg["weight_decay"]:
                 fine = torch.promote_types(real(p).dtype, torch.float32)  # a factor near 1 has no place in bfloat16
