@@ -7,7 +7,7 @@ import pytest
 import torch
 from toys import mlp, same, snapshot, train
 
-from psgd import PSGD, XMat, affine, hessian, lra
+from psgd import PSGD, XMat, affine, hessian, lra, whiten
 
 GROUPS = {"lra": lra(2), "xmat": XMat(), "affine": affine}
 each_group = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
@@ -67,3 +67,16 @@ def test_five_hundred_curvature_steps_do_not_grow_memory():
         assert sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()) <= before + 5
     finally:
         gc.enable()
+
+
+@each_group
+@pytest.mark.parametrize("size", [1e15, 1e20, 1e30])
+def test_a_huge_pair_does_not_poison_q(group, size):
+    model = mlp()
+    opt = PSGD(model.parameters(), group, lr=0.05, precond_prob=1.0, curvature=whiten)
+    train(opt, model, 3, closure=False)
+    opt.zero_grad()
+    (model(torch.ones(2, 4)).sum() * size).backward()
+    opt.step()
+    train(opt, model, 3, closure=False)
+    assert all(x.isfinite().all() for x in snapshot(opt) if isinstance(x, torch.Tensor))
