@@ -43,7 +43,7 @@ class Normalized(StepSize):
 
 @dataclass(frozen=True)
 class Smoothed(StepSize):
-    """s = μ/L, L ← max(βL + (1−β)ℓ, ℓ), ℓ = ‖E₊‖ + ‖E₋‖ bounds the curvature of c along the group.
+    """s = μ/L, L ← max(βL + (1−β)ℓ, ℓ), ℓ = ‖E₊‖ + ‖E₋‖, the curvature of c along a matrix algebra.
 
     E vanishes at the optimum of noise-free pairs and L does not, so that Q converges with a constant μ.
 

@@ -43,7 +43,7 @@ class Composite(Group):
         return [t.to(like) for t in known]
 
     def share(self, lr: float | Tensor) -> float | Tensor:
-        """μ over the number of parts that move, so that Q as a whole moves by at most μ.
+        """μ over the number of parts that move, so that their relative moves add up to μ.
 
         Factors that move together from one residual add up: with μ each, two of them overshoot for μ > ½
         (the paper's joint step of d with U or V).
