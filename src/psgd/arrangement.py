@@ -65,5 +65,6 @@ def _create(scope: Scope, state: State, number: int, pg: ParamGroup) -> None:
         if pg["momentum"]:
             state[p]["momentum"] = torch.zeros(real(p).shape, dtype=scope.wide(p), device=p.device)
     for key in SCALE_STATE:
-        state[scope.params[0]][key] = torch.zeros((), device=scope.device)
+        exact = torch.promote_types(scope.dtype, torch.float32)
+        state[scope.params[0]][key] = torch.zeros((), dtype=exact, device=scope.device)
     scope.create(state, pg["init_scale"] or 1.0, pg["seed"], number)

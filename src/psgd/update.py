@@ -12,7 +12,7 @@ from torch import Tensor
 from psgd.curvature import parallel
 from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
-from psgd.scope import Scope, State, real
+from psgd.scope import Scope, State, leaves, real
 
 SCALE_STATE = ("level", "pairs")
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
@@ -45,7 +45,8 @@ class Update:
         point = group.fit(point, v_flat, h_flat, lr=pg["precond_lr"], coin=coin, rule=pg["rule"])
         if pg["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1:
             point = group.balance(point)
-        scope.move(point, ok)
+        sound = [t.isfinite().all() for t in leaves(point)]  # one solve with a singular Q must not spoil it for ever
+        scope.move(point, torch.stack([ok, *sound]).all())
 
     def direction(self, scope: Scope) -> Tensor:
         """Return P m, m the averaged gradient; zero where the step is skipped."""
@@ -118,8 +119,9 @@ def _rescale(state: dict[str, Any], v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
     """Return the factor that brings Q to the scale P ≈ 1/level, level the largest curvature met so far."""
     most = h.abs().amax().clamp_min(torch.finfo(h.dtype).tiny)
     level = most * (h / most).pow(4).mean().pow(0.25) / v.square().mean().sqrt()  # fourth moment: heavy tails count
+    exact = torch.promote_types(level.dtype, torch.float32)
     for key in SCALE_STATE:
-        state.setdefault(key, torch.zeros((), device=level.device))
+        state.setdefault(key, torch.zeros((), dtype=exact, device=level.device))
     ok = ok & (state["pairs"] < _SCALE_PAIRS)
     old = state["level"].clone()
     state["level"].copy_(torch.where(ok, torch.maximum(old, level), old))
