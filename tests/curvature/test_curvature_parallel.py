@@ -202,6 +202,14 @@ def test_products_are_those_of_the_whole_batch(ranks, name, source, tolerance):
             assert error(h, whole_batch(theta, v, branches="unused" in name)) < tolerance
 
 
+@pytest.mark.parametrize("name", ["closure", "finite difference"])
+def test_views_of_buckets_make_the_same_steps(ranks, name):
+    """The second backward pass overwrites them."""
+    for result in ranks:
+        viewed = result["bucket view" if name == "closure" else "bucket view, finite difference"]
+        assert all(p.equal(q) for p, q in zip(result[name]["params"], viewed["params"], strict=True))
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_only_what_falls_back_says_so_and_once(ranks, name):
     causes = {

@@ -195,7 +195,7 @@ def micro_batches_one_by_one(opt, parts):
 
 
 def micro_batches_the_last_in_a_closure(opt, parts):
-    opt.zero_grad()
+    opt.zero_grad(set_to_none=False)
     for part in parts[:-1]:
         with opt.curvature():
             part().backward()
