@@ -45,7 +45,8 @@ class Normalized(StepSize):
 class Smoothed(StepSize):
     """s = μ/L, L ← max(βL + (1−β)ℓ, ℓ), ℓ = ‖E₊‖ + ‖E₋‖, the curvature of c along a matrix algebra.
 
-    E vanishes at the optimum of noise-free pairs and L does not, so that Q converges with a constant μ.
+    With noise-free pairs of a definite H, E vanishes at the optimum and L does not: Q converges with a constant μ.
+    Else (noise, or H indefinite) only the average of E vanishes, and the stationary error is proportional to √μ.
 
     >>> import torch
     >>> size, ell = Smoothed()(0.1, torch.tensor(8.0), lambda: torch.tensor(2.0), lambda: torch.tensor(6.0))
