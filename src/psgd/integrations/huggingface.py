@@ -24,7 +24,7 @@ class CurvatureCallback(TrainerCallback):  # type: ignore[misc]
         self._watch = Watch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Watch from the first micro-batch on."""
+        """Watch from the first micro-batch on (and first stop what an exception in an earlier run left open)."""
         self._watch.open([optimizer])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -33,8 +33,4 @@ class CurvatureCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop where training was stopped between micro-batches."""
-        self._watch.close()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop what an exception in an earlier run left open."""
         self._watch.close()
