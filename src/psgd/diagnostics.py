@@ -171,7 +171,7 @@ def hessian_report(
 def _ends(name: str, ritz: Ritz) -> Report:
     sizes = ritz.values.abs()
     least = int(sizes.argmin())
-    resolved = bool(ritz.residuals[least] <= 0.1 * sizes[least])
+    resolved = ritz.residuals[least] <= 0.1 * sizes[least]
     return {
         f"smallest_{name}": float(ritz.values[0]),
         f"largest_{name}": float(ritz.values[-1]),
