@@ -126,8 +126,8 @@ class Scope:
     # --- fitting
 
     def move(self, new: Point, ok: Tensor) -> None:
-        """Write a new point in place, or leave the old one where `ok` is false or a square of h overflowed."""
-        ok = ok & torch.stack([leaf.isfinite().all() for leaf in leaves(new)]).all()
+        """Write a new point in place, or leave the old one where `ok` is false or the new one is not finite."""
+        ok = torch.stack([ok, *(leaf.isfinite().all() for leaf in leaves(new))]).all()
         for old, leaf in zip(leaves(self.point), leaves(new), strict=True):
             old.copy_(torch.where(ok, leaf, old))
 

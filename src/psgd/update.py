@@ -12,7 +12,7 @@ from torch import Tensor
 from psgd.curvature import parallel
 from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
-from psgd.scope import Scope, State, leaves, real
+from psgd.scope import Scope, State, real
 
 SCALE_STATE = ("level", "pairs")
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
@@ -45,8 +45,7 @@ class Update:
         point = group.fit(point, v_flat, h_flat, lr=pg["precond_lr"], coin=coin, rule=pg["rule"])
         if pg["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1:
             point = group.balance(point)
-        sound = [t.isfinite().all() for t in leaves(point)]  # one solve with a singular Q must not spoil it for ever
-        scope.move(point, torch.stack([ok, *sound]).all())
+        scope.move(point, ok)
 
     def direction(self, scope: Scope) -> Tensor:
         """Return P m, m the averaged gradient; zero where the step is skipped."""

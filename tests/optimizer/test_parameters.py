@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from toys import EVERY_STEP, batches, mlp, preconditioner, quadratic, regression, same, snapshot, spectrum, train
 
-from psgd import PSGD, Dense, Diagonal, XMat, affine, finite_difference, hessian, lra, whiten
+from psgd import DCT, PSGD, Dense, Diagonal, Identity, Shift, XMat, affine, finite_difference, hessian, lra, whiten
 
 GROUPS = {"lra": lra(3), "xmat": XMat(), "diagonal": Diagonal(), "affine": affine}
 each_group = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
@@ -53,6 +53,14 @@ def test_gradients_that_come_and_go(group):
         opt.step()
     assert (a < 1).all() and (b < 1).all()
     assert opt.state[a]["step"] == opt.state[b]["step"] == 8
+
+
+@pytest.mark.parametrize("group", [Identity(), DCT(), Shift(1)], ids=str)
+def test_a_group_of_one_orthogonal_matrix_is_sgd(group):
+    p = leaf(3)
+    opt = PSGD([p], group, lr=0.1, **EVERY_STEP)
+    opt.step(lambda: squares(p))
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.8))
 
 
 def test_nothing_has_a_gradient():
