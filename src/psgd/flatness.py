@@ -71,7 +71,7 @@ def flatness(
     *,
     batches: int = 8,
     steps: int = 500,
-    probes: int = 4,
+    probes: int = 8,
     precond_lr: float = 0.5,
     examples: float = 1.0,
     tol: float = 0.05,

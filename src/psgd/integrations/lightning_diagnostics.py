@@ -24,7 +24,7 @@ class DiagnosticsCallback(Callback):  # type: ignore[misc]
     def __init__(self, log: Logger | None = None, every: int = 100) -> None:
         if every < 1:
             raise ValueError(f"DiagnosticsCallback needs every >= 1, got {every}")
-        self.log, self.every, self._seen = log, every, 0
+        self._log, self.every, self._seen = log, every, 0  # Lightning sets an attribute `log` of its own
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Look at the step that has just been made, if there was one."""
@@ -35,8 +35,8 @@ class DiagnosticsCallback(Callback):  # type: ignore[misc]
         values: dict[str, float] = {}
         for i, opt in enumerate(opt for opt in found if opt is not None):
             values |= {f"psgd{i or ''}/{name}": value for name, value in opt.diagnostics().items()}
-        if self.log is not None:
-            self.log(step, values)
+        if self._log is not None:
+            self._log(step, values)
         else:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step)
