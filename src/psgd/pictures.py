@@ -101,7 +101,8 @@ def eigenvalue_dynamics(rows: Sequence[Mapping[str, float]], n: int | None = Non
         for values, colour, name in curves:
             ax.plot(steps, values, color=colour)
             ax.annotate(name, (steps[-1], values[-1]), (5, 0), textcoords="offset points", va="center", color=colour)
-        ax.set(yscale="log", xlabel="step", ylabel="eigenvalues of P", xlim=(min(steps), max(steps)))
+        ax.set(yscale="log", xlabel="step", ylabel="eigenvalues of P")
+        ax.margins(x=0)
     return figure
 
 
