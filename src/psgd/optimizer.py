@@ -292,7 +292,7 @@ class PSGD(Optimizer):
         packed = super().state_dict()
         settled = _SOURCES.index(self._runtime.get("settled"))
         packed["param_groups"] = [  # with every key: distributed checkpoints ask for all that param_groups have
-            {k: v if plain(k, v) else None for k, v in pg.items()} | {"settled": settled}
+            {k: None if k in OBJECTS and not plain(v) else v for k, v in pg.items()} | {"settled": settled}
             for pg in packed["param_groups"]
         ]
         return packed
@@ -322,7 +322,7 @@ class PSGD(Optimizer):
     def _complete(self, loaded: dict[str, Any], objects: list[dict[str, Any]]) -> None:
         """Put back what the base class casts (it knows only the parameter's dtype) and what is not saved."""
         for pg, kept in zip(self.param_groups, objects, strict=True):
-            pg.update({k: v for k, v in kept.items() if pg.get(k) is None or not plain(k, v)})
+            pg.update({k: v for k, v in kept.items() if pg.get(k) is None or not plain(v)})
         names = (n for pg in loaded["param_groups"] for n in pg["params"])
         for name, p in zip(names, (p for pg in self.param_groups for p in pg["params"]), strict=True):
             if name in loaded["state"]:

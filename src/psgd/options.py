@@ -43,10 +43,8 @@ def tensors(params: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def plain(key: str, value: Any) -> bool:
+def plain(value: Any) -> bool:
     """Whether an option goes into a checkpoint: numbers and tensors do, objects are the constructor's business."""
-    if isinstance(value, (list, tuple)):
-        return key == "param_names" or all(plain(key, item) for item in value)
     return value is None or isinstance(value, (bool, int, float, Tensor))
 
 

@@ -334,13 +334,13 @@ def test_a_zero_first_pair_does_not_set_the_scale(curvature):
 
 
 @pytest.mark.parametrize("curvature", [hessian, whiten], ids=str)
-@pytest.mark.parametrize("unlucky", range(3))
+@pytest.mark.parametrize("unlucky", [0, 1, 4, 9])
 def test_a_single_tiny_pair_among_the_first_does_not_set_the_scale(unlucky, curvature):
     p = torch.ones(3, dtype=torch.float64, requires_grad=True)
     opt = PSGD([p], Diagonal(), lr=0.01, precond_prob=1.0, curvature=curvature)
     for t in range(12):
         opt.step(lambda t=t: p.square().sum() * (1e-12 if t == unlucky else 1.0))
-    assert scale(opt, p) < 5
+        assert scale(opt, p) < 5 or t == unlucky == 0
     assert (p - 1).abs().max() < 0.2
 
 

@@ -22,6 +22,7 @@ from psgd import (
     Diagonal,
     Kronecker,
     Padded,
+    Regular,
     Scalar,
     Triangular,
     XMat,
@@ -278,12 +279,35 @@ def test_the_constructors_objects_win_and_the_checkpoints_numbers_do():
     assert fresh.param_groups[0]["curvature"] == finite_difference
 
 
-def test_a_schedule_survives_a_load():
+@pytest.mark.parametrize("saved", [0.3, Bernoulli(0.3), Regular(0.7)], ids=str)
+@pytest.mark.parametrize("chosen", [0.6, Bernoulli(0.5), Regular(0.2)], ids=str)
+def test_a_schedule_is_the_constructors_and_a_number_the_checkpoints(saved, chosen):
     model = mlp()
-    opt, fresh = (make(model.parameters(), Diagonal(), precond_prob=Bernoulli(0.5)) for _ in range(2))
+    opt, fresh = (make(model.parameters(), Diagonal(), precond_prob=prob) for prob in (saved, chosen))
     train(opt, model, 2)
     fresh.load_state_dict(opt.state_dict())
-    assert fresh.param_groups[0]["precond_prob"] == Bernoulli(0.5)
+    assert fresh.param_groups[0]["precond_prob"] == (0.3 if saved == 0.3 and chosen == 0.6 else chosen)
+
+
+def test_scopes_by_name_survive_a_load():
+    def two(model):
+        return [{"params": m.parameters(), "scope": name} for name, m in (("a", model[0]), ("b", model[2]))]
+
+    model = mlp()
+    opt = make(two(model), lra(2))
+    train(opt, model, 3)
+    again = copy.deepcopy(model)
+    fresh = make(two(again), lra(2))
+    fresh.load_state_dict(opt.state_dict())
+    assert [pg["scope"] for pg in fresh.param_groups] == ["a", "b"]
+    assert same(continued(model, opt), continued(again, fresh))
+
+
+def test_a_users_own_entry_of_a_param_group_survives():
+    p = torch.ones(3, requires_grad=True)
+    opt, fresh = (make([{"params": [p], "name": "decay", "betas": (0.9, 0.99)}], Diagonal()) for _ in range(2))
+    fresh.load_state_dict(opt.state_dict())
+    assert fresh.param_groups[0]["name"] == "decay" and fresh.param_groups[0]["betas"] == (0.9, 0.99)
 
 
 def test_a_tensor_lr_survives_a_load():
