@@ -315,7 +315,9 @@ def test_init_scale_is_the_scale_of_q():
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
-@pytest.mark.parametrize("group", [lra(2), XMat(), Dense(), Diagonal(), affine], ids=str)
+@pytest.mark.parametrize(
+    "group", [lra(2), XMat(), Dense(), Diagonal(), affine], ids=["lra", "xmat", "dense", "diagonal", "affine"]
+)
 def test_the_initial_scale_follows_the_curvature(group, size):
     p = torch.ones(6, dtype=torch.float64, requires_grad=True)
     opt = PSGD([p], group, lr=0.0, precond_prob=1.0)

@@ -211,7 +211,7 @@ def test_step_may_be_a_number_in_a_checkpoint():
         (lra(3), affine),
         (Diagonal(), Scalar()),
     ],
-    ids=str,
+    ids=lambda group: getattr(group, "__name__", str(group)),
 )
 def test_a_checkpoint_of_another_group_is_refused(saved, loaded):
     model, opt = trained(saved)
