@@ -318,3 +318,19 @@ def test_smoothed_leaves_the_root_of_the_rate_for_indefinite_h():
     """At the optimum a = M b with an involution M ≠ I: each pair has a residual, and only the average vanishes."""
     problem = Problem.of(1e1, negative=3)
     assert stationary(problem, SMOOTHED, 0.4) == pytest.approx(2 * stationary(problem, SMOOTHED, 0.1), rel=0.3)
+
+
+@pytest.mark.parametrize("group", [lra(3), lra_duv(3), affine((4, 5)), dct(XMat()), two_grid(5, 4)], ids=repr)
+@pytest.mark.parametrize("rule", [Normalized(), SMOOTHED], ids=repr)
+def test_factors_that_move_together_stay_near_the_optimum_at_any_rate(group: Group, rule: StepSize):
+    """E[c] = tr(PH² + P⁻¹) ≥ 2 tr|H|. With μ for each factor in place of a share, Normalized fails on all of these."""
+    problem = Problem.of(1e1, negative=6, n=20)
+    q, costs = group.init(20, generator=problem.generator, dtype=torch.float64), []
+    for t in range(600):
+        v = problem.normal()
+        coin = bool(torch.randint(2, (), generator=problem.generator))
+        q = group.fit(q, v, v @ problem.h, lr=0.99, coin=coin, rule=rule)
+        if t >= 200 and t % 20 == 0:
+            a = group.matrix(q, 20)
+            costs.append((a @ problem.h).square().sum() + torch.linalg.inv(a).square().sum())
+    assert torch.stack(costs).median() < 4 * problem.root.square().sum()  # twice the bound

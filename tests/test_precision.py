@@ -1,4 +1,4 @@
-"""Every group in float64, float32 and bfloat16; and the paper's claim that bfloat16 fits nearly as well as float32."""
+"""Every group in float64, float32 and bfloat16; and the paper's claim that bfloat16, too, beats the closed form."""
 
 import math
 from collections.abc import Callable
@@ -155,7 +155,11 @@ class Trial:
 
 
 def check(trial: Trial) -> None:
-    """bfloat16 is within 2× of float32, or of ten roundings of the solution where float32 is below that."""
+    """bfloat16 costs at most twice the loss of float32 plus ten times that of rounding the solution once.
+
+    The second term is no luxury: float32 goes down to 3e-8 of tr|H|, and rounding once costs 2e-5. Rounded to the
+    nearest, the steps of Smoothed stop ten times higher. Below the closed form is the paper's claim, for its rule.
+    """
     full, closed = trial.run(torch.float32, Normalized(), annealed)
     half, closed_half = trial.run(torch.bfloat16, Normalized(), annealed)
     smoothed, _ = trial.run(torch.float32, Smoothed(), lambda f: 0.5)
@@ -168,12 +172,12 @@ def check(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("kind", SPECTRA)
-def test_bfloat16_fits_a_diagonal_h_nearly_as_well_as_float32(kind: str):
+def test_bfloat16_fits_a_diagonal_h_up_to_its_rounding(kind: str):
     check(Trial(kind, 10_000, 1500, dense=False))
 
 
 @pytest.mark.parametrize("kind", SPECTRA)
-def test_bfloat16_fits_a_dense_h_nearly_as_well_as_float32(kind: str):
+def test_bfloat16_fits_a_dense_h_up_to_its_rounding(kind: str):
     check(Trial(kind, 30, 1500, dense=True))
 
 
