@@ -16,7 +16,7 @@ from psgd.evaluation import Evaluation, Intercept
 from psgd.group import Group
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
-from psgd.options import OBJECTS, ParamGroup, listed, plain, schedule, tensors, validate
+from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, tensors, validate
 from psgd.probes import normal_like
 from psgd.schedule import Regular, Schedule
 from psgd.scope import Scope
@@ -124,6 +124,13 @@ class PSGD(Optimizer):
         validate(defaults)
         super().__init__(params, defaults)
         self._runtime: Memory = {"model": model}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own; those that hold for all may not differ."""
+        options = {**self.defaults, **param_group}
+        validate(options)
+        agree(options, self.param_groups)
+        super().add_param_group(param_group)
 
     # --- what the user asks
 

@@ -18,6 +18,12 @@ ParamGroup = dict[str, Any]
 OBJECTS = ("group", "scope", "curvature", "rule", "precond_prob", "precond_dtype")
 """Options that may be objects: a checkpoint holds None in their place, and loading keeps the constructor's."""
 
+WHOLE = ("curvature", "seed", "precond_prob", "max_rms", "max_norm", "max_value")
+"""Options that hold for all param_groups."""
+
+SHARED = ("precond_lr", "rule", "init_scale", "precond_dtype")
+"""Options that hold for all param_groups with one preconditioner: with equal joint "group" and "scope"."""
+
 
 def schedule(pg: ParamGroup) -> Schedule:
     """Return the schedule of `precond_prob`, which may be a number."""
@@ -46,6 +52,21 @@ def tensors(params: Iterable[Any]) -> list[Tensor]:
 def plain(value: Any) -> bool:
     """Whether an option goes into a checkpoint: numbers and tensors do, objects are the constructor's business."""
     return value is None or isinstance(value, (bool, int, float, Tensor))
+
+
+def agree(options: ParamGroup, others: Iterable[ParamGroup]) -> None:
+    """Raise a ValueError for a param_group with an option that would be ignored beside the others."""
+    for other in others:
+        for key in WHOLE:
+            if options[key] != other[key]:
+                raise ValueError(f"all param_groups need one {key}, got {other[key]} and {options[key]}")
+        joint = isinstance(options["group"], (Group, Padded))
+        if not joint or any(options[key] != other[key] for key in ("group", "scope")):
+            continue
+        for key in SHARED:
+            if options[key] != other[key]:
+                both = f"one {key}, got {other[key]} and {options[key]}"
+                raise ValueError(f'param_groups with one preconditioner need {both}; a "scope" of its own separates it')
 
 
 def validate(options: ParamGroup) -> None:

@@ -7,7 +7,21 @@ import torch
 from torch import nn
 from toys import EVERY_STEP, batches, mlp, preconditioner, quadratic, regression, same, snapshot, spectrum, train
 
-from psgd import DCT, PSGD, Dense, Diagonal, Identity, Shift, XMat, affine, finite_difference, hessian, lra, whiten
+from psgd import (
+    DCT,
+    PSGD,
+    Dense,
+    Diagonal,
+    Identity,
+    Normalized,
+    Shift,
+    XMat,
+    affine,
+    finite_difference,
+    hessian,
+    lra,
+    whiten,
+)
 
 GROUPS = {"lra": lra(3), "xmat": XMat(), "diagonal": Diagonal(), "affine": affine}
 each_group = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
@@ -324,6 +338,34 @@ def test_a_scope_may_reach_over_param_groups():
     opt = PSGD([pg | {"scope": "all"} for pg in split(model)], lra(2))
     train(opt, model, 2)
     assert len(opt._scopes()) == 1
+
+
+@pytest.mark.parametrize(
+    "option", [{"curvature": whiten}, {"seed": 1}, {"precond_prob": 0.5}, {"max_norm": 1.0}, {"max_rms": 2.0}], ids=str
+)
+def test_an_option_of_the_whole_optimizer_may_not_differ_between_param_groups(option):
+    with pytest.raises(ValueError, match="all param_groups need one"):
+        PSGD([{"params": leaf(2)}, {"params": leaf(2), **option}])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"precond_lr": 0.5}, {"rule": Normalized()}, {"init_scale": 1.0}, {"precond_dtype": torch.float64}],
+    ids=str,
+)
+def test_an_option_of_the_preconditioner_may_not_differ_where_it_is_shared(option):
+    with pytest.raises(ValueError, match='a "scope" of its own'):
+        PSGD([{"params": leaf(2)}, {"params": leaf(2), **option}])
+    for own in ({"scope": "two"}, {"group": XMat()}):
+        PSGD([{"params": leaf(2)}, {"params": leaf(2), **option, **own}])
+
+
+def test_a_bad_option_of_a_param_group_is_refused_and_nothing_is_added():
+    opt = PSGD([leaf(2)])
+    for bad in ({"lr": -1.0}, {"momentum": 1.0}, {"seed": 7}, {"group": "lra"}):
+        with pytest.raises(ValueError):
+            opt.add_param_group({"params": [leaf(2)], **bad})
+    assert len(opt.param_groups) == 1
 
 
 def test_named_parameters():
