@@ -14,10 +14,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     curvlinops = pytest.importorskip(
         "curvlinops",
-        reason="curvlinops is not installed (its dependency backpack asks for torchvision: see CONTRIBUTING.md)",
+        reason="`./run frameworks` installs curvlinops",
     )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # theirs
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),  # theirs
+]
 DATA = batches(3)
 DAMPING = 0.05
 

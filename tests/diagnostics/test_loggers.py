@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from psgd.loggers import CSV, JSONLines, TensorBoard
+from psgd.loggers import CSV, JSONLines
 
 KINDS = [JSONLines, CSV]
 of_both = pytest.mark.parametrize("kind", KINDS)
@@ -101,17 +101,3 @@ def test_names_with_commas(tmp_path):
     log(1, {"a,b": 1.0})
     log(2, {"a,b": 2.0})
     assert rows(log)[-1] == {"step": 2, "a,b": 2.0}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    first = TensorBoard(tmp_path)
-    for step in (1, 2, 3):
-        first(step, {"loss": float(step)})
-    second = TensorBoard(tmp_path)  # resumed after step 1
-    second(2, {"loss": 20.0})
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("psgd/loss")] == [(1, 1.0), (2, 20.0)]

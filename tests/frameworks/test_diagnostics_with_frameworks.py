@@ -1,4 +1,4 @@
-"""opt.diagnostics() of real Lightning and Hugging Face runs."""
+"""opt.diagnostics() of real Lightning and Hugging Face runs, and in TensorBoard."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from psgd import PSGD, whiten
-from psgd.loggers import JSONLines
+from psgd.loggers import JSONLines, TensorBoard
 
 pytestmark = pytest.mark.frameworks
 KEYS = {"fit_residual", "log_det_q", "smallest_p", "largest_p", "clipped", "skipped", "cosine", "step_norm"}
@@ -156,3 +156,20 @@ def test_huggingface_to_its_own_reports(tmp_path):
 def test_huggingface_needs_a_positive_period():
     with pytest.raises(ValueError, match="needs every >= 1, got -1"):
         huggingface_callback(lambda step, values: None, every=-1)
+
+
+# --- TensorBoard
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # theirs
+def test_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs the extra `frameworks`")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoard(tmp_path)
+    for step in (1, 2, 3):
+        first(step, {"loss": float(step)})
+    second = TensorBoard(tmp_path)  # resumed after step 1
+    second(2, {"loss": 20.0})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("psgd/loss")] == [(1, 1.0), (2, 20.0)]
