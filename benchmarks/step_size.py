@@ -1,4 +1,4 @@
-"""The tables of docs/step-size.md: `python benchmarks/step_size.py`, or some: safety condition scale stationary bfloat16.
+"""The tables of docs/step-size.md: `python benchmarks/step_size.py`, or some: safety condition scale stationary."""
 
 One thread, float64 unless a table says otherwise, fixed seeds. All of them take about half an hour on one core.
 """
