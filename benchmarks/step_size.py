@@ -1,4 +1,4 @@
-"""The tables of docs/step-size.md: `python benchmarks/step_size.py`, or some: safety condition scale stationary."""
+"""The tables of docs/step-size.md: `python benchmarks/step_size.py`, or only those that are named.
 
 One thread, float64 unless a table says otherwise, fixed seeds. All of them take about half an hour on one core.
 """
@@ -255,9 +255,7 @@ def condition(most: int = 200_000) -> None:
 
 
 def scale() -> None:
-    print(
-        "\nSteps until the error is below 1e-3 from Q = scale·I. Dense, n = 10, H definite, condition 1e3, μ = 0.9."
-    )
+    print("\nSteps until the error is below 1e-3 from Q = scale·I. Dense, n = 10, H definite, condition 1e3, μ = 0.9.")
     scales = (0.01, 0.1, 1.0, 10.0, 100.0)
     row = table("probes", *(f"scale {s}" for s in scales))
     for kind in ("I", "P"):
