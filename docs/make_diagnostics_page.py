@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import psgd
-from psgd import pictures
-from psgd.flatness import flatness
-from psgd.landscape import loss_along, sharpest_and_flattest
-from psgd.operators import hessian_operator, inverse_operator, preconditioned
-from psgd.spectral import spectral_density
+from psgd.diagnostics import pictures
+from psgd.diagnostics.flatness import flatness
+from psgd.diagnostics.landscape import loss_along, sharpest_and_flattest
+from psgd.diagnostics.operators import hessian_operator, inverse_operator, preconditioned
+from psgd.diagnostics.spectral import spectral_density
 
 HERE = Path(__file__).parent / "diagnostics"
 Batch = tuple[Tensor, Tensor]

@@ -6,12 +6,13 @@ from psgd.curvature import automatic as automatic
 from psgd.curvature import finite_difference as finite_difference
 from psgd.curvature import hessian as hessian
 from psgd.curvature import whiten as whiten
-from psgd.diagnostics import fit_residual as fit_residual
-from psgd.diagnostics import hessian_report as hessian_report
-from psgd.diagnostics import preconditioner_report as preconditioner_report
+from psgd.diagnostics.flatness import Flatness as Flatness
+from psgd.diagnostics.flatness import flatness as flatness
+from psgd.diagnostics.operators import hessian_operator as hessian_operator
+from psgd.diagnostics.reports import fit_residual as fit_residual
+from psgd.diagnostics.reports import hessian_report as hessian_report
+from psgd.diagnostics.reports import preconditioner_report as preconditioner_report
 from psgd.evaluation import hvp as hvp
-from psgd.flatness import Flatness as Flatness
-from psgd.flatness import flatness as flatness
 from psgd.group import Group as Group
 from psgd.group import Point as Point
 from psgd.group import Residual as Residual
@@ -45,7 +46,6 @@ from psgd.groups.permutation import permutation as permutation
 from psgd.groups.product import Product as Product
 from psgd.groups.triangular import LowerTriangular as LowerTriangular
 from psgd.groups.triangular import Triangular as Triangular
-from psgd.operators import hessian_operator as hessian_operator
 from psgd.optimizer import PSGD as PSGD
 from psgd.plan import Plan as Plan
 from psgd.plan import plan as plan

@@ -16,7 +16,7 @@ from psgd.evaluation import Evaluation, Intercept
 from psgd.group import Group
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
-from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, tensors, validate
+from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, structure, tensors, validate
 from psgd.probes import normal_like
 from psgd.schedule import Regular, Schedule
 from psgd.scope import Scope
@@ -163,7 +163,7 @@ class PSGD(Optimizer):
         `log_det_p`, `smallest_p`, `largest_p` and `condition_p` of P; `clipped`, the share of the steps looked at that
         met a bound, and `skipped`, of all steps; `cosine` between g and Pg; `step_norm`. NaN is not known.
         """
-        from psgd.step_report import step_report
+        from psgd.diagnostics.step_report import step_report
 
         return step_report(self)
 
@@ -299,7 +299,8 @@ class PSGD(Optimizer):
         packed = super().state_dict()
         settled = _SOURCES.index(self._runtime.get("settled"))
         packed["param_groups"] = [  # with every key: distributed checkpoints ask for all that param_groups have
-            {k: None if k in OBJECTS and not plain(v) else v for k, v in pg.items()} | {"settled": settled}
+            {k: None if k in OBJECTS and not plain(v) else v for k, v in pg.items()}
+            | {"settled": settled, "structure": structure(pg["group"])}
             for pg in packed["param_groups"]
         ]
         return packed
@@ -311,9 +312,11 @@ class PSGD(Optimizer):
 
         def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
             final.append(state_dict)
-            for pg in state_dict["param_groups"]:
+            for pg, mine in zip(state_dict["param_groups"], objects, strict=False):
                 if pg.get("version", STATE_VERSION) > STATE_VERSION:
                     raise ValueError(f"this psgd reads state version {STATE_VERSION}, got version {pg['version']}")
+                if pg.get("structure") not in (None, structure(mine["group"])):
+                    raise ValueError(f"the state was saved for another group than {mine['group']}")
 
         # hooks of our own: after the user's have changed what is to be loaded, and before they see what was
         hooks = (

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from psgd.operators import Operator
+from psgd.diagnostics.operators import Operator
 
 
 def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:

@@ -8,7 +8,7 @@ from problems import batches, loss, network, operator
 from torch import nn
 
 from psgd import flatness, hessian_operator, lra
-from psgd.spectral import extreme_eigenvalues, spectral_density, top_eigenvectors, trace
+from psgd.diagnostics.spectral import extreme_eigenvalues, spectral_density, top_eigenvectors, trace
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

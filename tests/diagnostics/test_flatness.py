@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import psgd
 from psgd import Blocks, Dense, Diagonal, DirectSum, LowRank, Padded, Triangular, XMat, affine, flatness, lra
-from psgd.flatness import fit, joint
+from psgd.diagnostics.flatness import fit, joint
 
 ONE = [torch.tensor(1.0)]
 

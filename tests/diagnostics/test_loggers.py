@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from psgd.loggers import CSV, JSONLines
+from psgd.diagnostics.loggers import CSV, JSONLines
 
 KINDS = [JSONLines, CSV]
 of_both = pytest.mark.parametrize("kind", KINDS)

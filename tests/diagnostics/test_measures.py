@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from psgd.measures import Summary, correlations, distance, entropy, forgetting_events, margin, never_learned, summary
+from psgd.diagnostics.measures import (
+    Summary,
+    correlations,
+    distance,
+    entropy,
+    forgetting_events,
+    margin,
+    never_learned,
+    summary,
+)
 
 LOGITS = 5 * torch.randn(50, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import psgd
 from psgd import XMat, lra
-from psgd.operators import (
+from psgd.diagnostics.operators import (
     augmented,
     hessian_operator,
     inverse_operator,
@@ -19,7 +19,7 @@ from psgd.operators import (
     preconditioner_operator,
     trainable,
 )
-from psgd.preserve import preserved
+from psgd.diagnostics.preserve import preserved
 
 
 def test_products_are_those_of_the_hessian_of_the_mean():

@@ -8,12 +8,12 @@ from problems import batches, loss, network, operator, symmetric
 from test_operators import equal, snapshot
 
 from psgd import XMat, lra
-from psgd.landscape import loss_along
-from psgd.spectral import Density, spectral_density
+from psgd.diagnostics.landscape import loss_along
+from psgd.diagnostics.spectral import Density, spectral_density
 
 pytest.importorskip("matplotlib", reason="needs the extra `plot`")
 
-from psgd import pictures
+from psgd.diagnostics import pictures
 
 
 def drawn(figure, tmp_path):

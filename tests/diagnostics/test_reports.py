@@ -17,7 +17,6 @@ from psgd import (
     Scalar,
     Triangular,
     XMat,
-    diagnostics,
     fit_residual,
     hessian_report,
     kaleidoscope,
@@ -26,10 +25,11 @@ from psgd import (
     preconditioner_report,
 )
 from psgd import group as protocol
-from psgd.diagnostics import alignment, curvature_subspace, effective_rank, eigenvalues, tails
-from psgd.landscape import sharpest_and_flattest
+from psgd.diagnostics import reports
+from psgd.diagnostics.landscape import sharpest_and_flattest
+from psgd.diagnostics.reports import alignment, curvature_subspace, effective_rank, eigenvalues, tails
+from psgd.diagnostics.secular import diagonal_plus_low_rank
 from psgd.probes import generator
-from psgd.secular import diagonal_plus_low_rank
 
 of_every_group = pytest.mark.parametrize(("name", "group", "n"), CASES, ids=ids(CASES))
 
@@ -250,7 +250,7 @@ def test_sharpest_and_flattest_directions():
 def test_small_and_large_take_different_ways_to_one_answer(monkeypatch):
     q = wide(lra(3), 100)
     small = preconditioner_report(lra(3), q, 100, tol=1e-6)
-    monkeypatch.setattr(diagnostics, "_SMALL", 10)
+    monkeypatch.setattr(reports, "_SMALL", 10)
     large = preconditioner_report(lra(3), q, 100, tol=1e-6)
     for key in ("smallest_p", "largest_p", "condition_p", "log_det_q"):
         assert small[key] == pytest.approx(large[key], rel=3e-6)

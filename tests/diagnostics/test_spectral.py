@@ -6,9 +6,8 @@ import pytest
 import torch
 from problems import operator, symmetric
 
-from psgd.operators import Operator
-from psgd.probes import generator
-from psgd.spectral import (
+from psgd.diagnostics.operators import Operator
+from psgd.diagnostics.spectral import (
     Density,
     extreme_eigenvalues,
     lanczos,
@@ -18,6 +17,7 @@ from psgd.spectral import (
     top_eigenvectors,
     trace,
 )
+from psgd.probes import generator
 
 SPECTRA = {
     "definite": torch.logspace(-2, 2, 60),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from psgd import PSGD, whiten
-from psgd.loggers import JSONLines, TensorBoard
+from psgd.diagnostics.loggers import JSONLines, TensorBoard
 
 pytestmark = pytest.mark.frameworks
 KEYS = {"fit_residual", "log_det_q", "smallest_p", "largest_p", "clipped", "skipped", "cosine", "step_norm"}
@@ -60,7 +60,7 @@ def lightning_run(tmp_path, callback, **options):
 
 def lightning_callback(*args, **kwargs):
     pytest.importorskip("lightning.pytorch", reason="needs the extra `frameworks`")
-    from psgd.integrations.lightning_diagnostics import DiagnosticsCallback
+    from psgd.integrations.lightning import DiagnosticsCallback
 
     return DiagnosticsCallback(*args, **kwargs)
 
@@ -131,7 +131,7 @@ def huggingface_run(tmp_path, add):
 
 def huggingface_callback(*args, **kwargs):
     pytest.importorskip("transformers", reason="needs the extra `frameworks`")
-    from psgd.integrations.huggingface_diagnostics import DiagnosticsCallback
+    from psgd.integrations.huggingface import DiagnosticsCallback
 
     return DiagnosticsCallback(*args, **kwargs)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from psgd.diagnostics.spectral import Density
 from psgd.group import Group, Point
-from psgd.spectral import Density
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from psgd.diagnostics.preserve import preserved
 from psgd.evaluation import Gradients, _rng, _second, _set_rng
 from psgd.group import Group, Point, tensors
-from psgd.preserve import preserved
 from psgd.scope import real
 
 Loss = Callable[[], Tensor]

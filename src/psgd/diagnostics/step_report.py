@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from psgd.diagnostics import Report, fit_residual, lifted, tails, unpadded
+from psgd.diagnostics.reports import Report, fit_residual, lifted, tails, unpadded
 from psgd.linalg import lift
 from psgd.options import ParamGroup, schedule
 from psgd.scope import Scope

@@ -8,16 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from psgd.diagnostics.operators import Operator, augmented, inverse_operator, preconditioned, preconditioner_operator
+from psgd.diagnostics.secular import diagonal_plus_low_rank
+from psgd.diagnostics.spectral import Ritz, lanczos, largest_modulus, mean, top_eigenvectors
 from psgd.group import Group, Point
 from psgd.groups.diagonal import Diagonal, Scalar
 from psgd.groups.low_rank import LowRank
 from psgd.groups.padded import Padded
 from psgd.groups.product import Product
 from psgd.linalg import lift
-from psgd.operators import Operator, augmented, inverse_operator, preconditioned, preconditioner_operator
 from psgd.probes import generator
-from psgd.secular import diagonal_plus_low_rank
-from psgd.spectral import Ritz, lanczos, largest_modulus, mean, top_eigenvectors
 
 Report = dict[str, float]
 

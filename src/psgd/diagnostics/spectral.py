@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from psgd.operators import Operator
+from psgd.diagnostics.operators import Operator
 from psgd.probes import generator
 
 

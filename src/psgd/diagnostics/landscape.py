@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from psgd.diagnostics.operators import inverse_operator, preconditioner_operator, split, trainable
+from psgd.diagnostics.preserve import preserved
+from psgd.diagnostics.spectral import top_eigenvectors
 from psgd.group import Group, Point
-from psgd.operators import inverse_operator, preconditioner_operator, split, trainable
-from psgd.preserve import preserved
-from psgd.spectral import top_eigenvectors
 
 
 def loss_along(model: nn.Module, loss: Callable[[], Tensor], direction: Tensor, distances: Tensor) -> Tensor:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from psgd.diagnostics import beside, tails
+from psgd.diagnostics.operators import Operator, hessian_operator, preconditioned, trainable
+from psgd.diagnostics.preserve import preserved
+from psgd.diagnostics.reports import beside, tails
+from psgd.diagnostics.spectral import Estimate, spectral_density
 from psgd.group import Group, Point
 from psgd.groups.direct_sum import DirectSum
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
-from psgd.operators import Operator, hessian_operator, preconditioned, trainable
-from psgd.preserve import preserved
 from psgd.probes import generator, mix
 from psgd.scope import real
-from psgd.spectral import Estimate, spectral_density
 from psgd.step_size import Normalized
 
 _BALANCE_EVERY = 10

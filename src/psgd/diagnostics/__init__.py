@@ -1,0 +1,1 @@
+"""Curvature to look at: reports on P alone and beside the Hessian, spectra, flatness, pictures, logs."""
