@@ -1,0 +1,154 @@
+"""What an experiment is: one readable file that says what to run, runs one cell of it, and says what came out.
+
+An experiment is a module. It reads and writes nothing: the runner makes cells × seeds, keeps records and checkpoints,
+and the report shows tables, plots and remarks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from psgd.experiments.show import Plot, Table
+
+Preset = Literal["quick", "cpu", "paper"]
+"""Seconds, for tests; at most about an hour on two cores; the paper's full setting, for a GPU."""
+
+Values = Mapping[str, Any]
+"""What one line of a log says: numbers, or lists of them. Not NaN or infinite ones: JSON has none (use None)."""
+
+State = dict[str, Any]
+"""What `run` needs to go on from a record: anything that `torch.load(weights_only=True)` reads."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of a cell's log."""
+
+    step: int
+    values: Values
+    state: Callable[[], State] | None = field(default=None, compare=False)
+    """Where the runner may save a checkpoint; called only when it does."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished cell: a config, a seed, and the log."""
+
+    config: Any
+    seed: int
+    records: Sequence[Values]
+    """In order, each with its "step"."""
+    seconds: float = 0.0
+    """Of wall time, over all resumptions."""
+    cpu_seconds: float = 0.0
+
+    def series(self, key: str) -> list[Any]:
+        """Return a value's history, leaving out records without it."""
+        return [r[key] for r in self.records if r.get(key) is not None]
+
+    def last(self, key: str) -> Any:
+        """Return the last of them."""
+        return self.series(key)[-1]
+
+
+class Experiment(Protocol):
+    """A module of this package with these names; its docstring has the figure or table, and the paper's numbers.
+
+    `Config` is a frozen dataclass of numbers and strings; its field `method` names the optimizer (or what is compared),
+    and every field has a default. `run` yields records in ascending steps; given the state of an earlier record it
+    goes on after that record, as if never interrupted. Everything random is a function of (config, seed).
+    """
+
+    TITLE: str
+    Config: type[Any]
+
+    @staticmethod
+    def cells(preset: Preset) -> list[Any]:
+        """Return the configs to run, each with every seed."""
+
+    @staticmethod
+    def seeds(preset: Preset) -> range:
+        """Return the seeds of a preset."""
+
+    @staticmethod
+    def run(config: Any, seed: int, state: State | None = None) -> Iterator[Record]:
+        """Run one cell."""
+
+    @staticmethod
+    def tables(results: Sequence[Result]) -> list[Table]:
+        """Return tables of ours beside the paper's. Some cells may be missing, or all."""
+
+    @staticmethod
+    def plots(results: Sequence[Result]) -> list[Plot]:
+        """Return pictures. Some cells may be missing, or all."""
+
+    @staticmethod
+    def remarks(results: Sequence[Result]) -> str:
+        """Say what agrees with the paper, what does not, and why, in Markdown; numbers come from the results."""
+
+
+class Tunable(Experiment, Protocol):
+    """An experiment whose learning rates are tuned, on validation data."""
+
+    @staticmethod
+    def tuning(method: str) -> Any:
+        """Return the config that trials replace the `lr` of: for every method the same budget."""
+
+    @staticmethod
+    def score(result: Result) -> float:
+        """Return what tuning minimizes: never of test data. Infinite where training diverged."""
+
+
+NOT_EXPERIMENTS = {
+    "data", "embedded", "experiment", "methods", "models", "pool", "provenance", "report", "runner", "show", "store",
+    "training", "tune",
+}  # fmt: skip
+
+
+def names() -> list[str]:
+    """Return the names of all experiments.
+
+    >>> "rosenbrock" in names()
+    True
+    """
+    found = (m.name for m in pkgutil.iter_modules(importlib.import_module("psgd.experiments").__path__))
+    return sorted(name.replace("_", "-") for name in found if name not in NOT_EXPERIMENTS)
+
+
+def load(name: str) -> Any:
+    """Return an experiment by name.
+
+    >>> load("rosenbrock").TITLE
+    'Rosenbrock'
+    """
+    if name not in names():
+        raise ValueError(f"an experiment is one of {', '.join(names())}, got {name!r}")
+    return importlib.import_module(f"psgd.experiments.{name.replace('-', '_')}")
+
+
+def replaced(config: Any, settings: Mapping[str, str]) -> Any:
+    """Return a config with fields set from text, as in `--set lr=0.1`; a type that does not fit is an error.
+
+    >>> @dataclass(frozen=True)
+    ... class Config:
+    ...     method: str = "sgd"
+    ...     lr: float = 0.1
+    >>> replaced(Config(), {"lr": "0.5"})
+    Config(method='sgd', lr=0.5)
+    """
+    known = {f.name: f for f in dataclasses.fields(config)}
+    values: dict[str, Any] = {}
+    for name, text in settings.items():
+        if name not in known:
+            raise ValueError(f"a field of {type(config).__name__} is one of {', '.join(known)}, got {name!r}")
+        kind = type(getattr(config, name))
+        try:
+            values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        except (ValueError, KeyError) as e:
+            raise ValueError(f"the field {name} needs a value of type {kind.__name__}, got {text!r}") from e
+    return dataclasses.replace(config, **values)
