@@ -230,9 +230,9 @@ def annealed(condition: float, kind: str, most: int) -> str:
 
 def condition(most: int = 200_000) -> None:
     print("\nSteps until the error is below 1e-3. Dense, n = 10, H definite. Smoothed at μ = 0.9; Normalized annealed.")
-    kinds = {"v ~ N(0, I)": ("I", 1), "10 orthonormal v": ("I", 10), "v ~ N(0, P)": ("P", 1), "in turn": ("I, P", 1)}
+    kinds = {"v ~ N(0, I)": ("I", 1), "10 orthonormal v": ("I", 10), "v ~ N(0, P)": ("P", 1)}
     row = table("condition", *(f"Smoothed, {k}" for k in kinds), "Normalized, v ~ N(0, I)", "Normalized, v ~ N(0, P)")
-    for exponent in range(1, 7):
+    for exponent in range(1, 6):
         cells = []
         for kind, batch in kinds.values():
             steps, e = steps_to(1e-3, 10.0**exponent, kind, Smoothed(), lambda t: 0.9, most, batch)
