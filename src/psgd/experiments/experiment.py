@@ -121,14 +121,28 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Any:
-    """Return an experiment by name.
+    """Return an experiment by name; a name with a dot is that of a module anywhere, for experiments of your own.
 
     >>> load("rosenbrock").TITLE
     'Rosenbrock'
     """
+    if "." in name:
+        return elsewhere(name)
     if name not in names():
         raise ValueError(f"an experiment is one of {', '.join(names())}, got {name!r}")
     return importlib.import_module(f"psgd.experiments.{name.replace('-', '_')}")
+
+
+def elsewhere(name: str) -> Any:
+    """Import an experiment that is not of this package."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        raise ValueError(f"an experiment of your own is a module that can be imported, got {name!r}: {e}") from e
+    needed = ("TITLE", "Config", "cells", "seeds", "run", "tables", "plots", "remarks")
+    if missing := [n for n in needed if not hasattr(module, n)]:
+        raise ValueError(f"an experiment has {', '.join(needed)}, but {name} lacks {', '.join(missing)}")
+    return module
 
 
 def replaced(config: Any, settings: Mapping[str, str]) -> Any:
@@ -149,6 +163,6 @@ def replaced(config: Any, settings: Mapping[str, str]) -> Any:
         kind = type(getattr(config, name))
         try:
             values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-        except (ValueError, KeyError) as e:
+        except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"the field {name} needs a value of type {kind.__name__}, got {text!r}") from e
     return dataclasses.replace(config, **values)
