@@ -65,7 +65,7 @@ def cell_id(name: str, config: Any, seed: int) -> str:
     ... class Config:
     ...     lr: float = 0.1
     >>> cell_id("rosenbrock", Config(), 0)
-    '2ab2eadcb8b2d2bd'
+    'c31cf1d1e97769b0'
     """
     text = json.dumps([name, fields(config), seed], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -89,9 +89,8 @@ def rebuilt(values: Mapping[str, Any], config: type[Any]) -> Any:
     known = {f.name: f.default for f in dataclasses.fields(config)}
     if unknown := [name for name in values if name not in known]:
         raise ValueError(f"the fields of a config are {', '.join(known)}, but a record has {', '.join(unknown)}")
-    return config(
-        **{k: float(v) if isinstance(known[k], float) and isinstance(v, str) else v for k, v in values.items()}
-    )
+    infinite = {k: float(v) for k, v in values.items() if isinstance(v, str) and isinstance(known[k], float)}
+    return config(**{**values, **infinite})
 
 
 def strict(value: Any) -> Any:
