@@ -10,15 +10,16 @@ lock             held while a run is on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from psgd.experiments.experiment import Result
 from psgd.experiments.experiment import load as load_experiment
@@ -133,7 +134,7 @@ def append_line(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def whole_lines(file: Any) -> int:
+def whole_lines(file: BinaryIO) -> int:
     """Return the length of a file up to the end of its last whole line."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
@@ -145,14 +146,20 @@ def whole_lines(file: Any) -> int:
     return 0
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file such that readers, and those who come after a crash, see the old content or the new."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file such that readers, and those who come after a crash, see the old content or the new, whole."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
-        file.write(content)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def work(directory: Path, cell: str) -> tuple[Path, Path, Path]:
+    """Return the files of a cell under way: its records, its checkpoint, and a lock."""
+    return directory / WORK / f"{cell}.jsonl", directory / WORK / f"{cell}.pt", directory / WORK / f"{cell}.lock"
 
 
 def read_provenance(directory: Path) -> dict[str, Any] | None:
@@ -164,4 +171,5 @@ def read_provenance(directory: Path) -> dict[str, Any] | None:
 def write_json(path: Path, value: Any) -> None:
     """Write a file for people, too, atomically."""
     text = json.dumps(strict(value), allow_nan=False, ensure_ascii=False, indent=2)
-    write_atomic(path, text.encode() + b"\n")
+    with replacing(path) as file:
+        file.write(text.encode() + b"\n")
