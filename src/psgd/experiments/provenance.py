@@ -81,9 +81,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit() -> dict[str, Any]:
-    """Return the commit of this package's source, and whether it was changed since; None where git does not know."""
-    package = Path(psgd.__file__).parent
+def commit(package: Path = Path(psgd.__file__).parent) -> dict[str, Any]:
+    """Return the commit of a package's source, and whether it was changed since; None where git does not know."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
