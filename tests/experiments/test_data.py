@@ -233,6 +233,8 @@ def test_a_cache_that_cannot_be_written_says_so(server: Server, cache: Path) -> 
 def test_the_given_folder_comes_first_and_must_be_right(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fetch.fetch("Set", [[server.file("a.bin")]])  # into the cache
+    server.requests.clear()
     monkeypatch.setenv("PSGD_DATA", str(tmp_path))
     (tmp_path / "a.bin").write_bytes(CONTENT)
     assert fetch.fetch("Set", [[server.file("a.bin")]]) == (0, [tmp_path / "a.bin"])
