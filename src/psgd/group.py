@@ -156,6 +156,10 @@ class Group(ABC):
 
     # --- fitting
 
+    def prepared(self, q: Point) -> Point:
+        """Return q, perhaps with what several actions would each compute anew; `step` drops it again."""
+        return q
+
     @abstractmethod
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         """Move Q against the residual, by at most lr relative to Q. Pure: q is not changed."""
@@ -174,6 +178,7 @@ class Group(ABC):
 
         `coin` says which of its twin groups a LowRank factor moves on: toss it anew for every step.
         """
+        q = self.prepared(q)
         a, b = self.apply(q, h), self.solve_t(q, v)
         return self.step(q, Residual(h, v, a, a, b, b), lr, coin, rule)
 

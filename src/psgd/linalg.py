@@ -45,6 +45,13 @@ def subtract(q: Tensor, size: float | Tensor, e: Tensor) -> Tensor:
     return ((bits + (dither & below)) & ~below).view(torch.float32).to(q.dtype)
 
 
+def subtract_product(q: Tensor, size: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """q − size·a·b, without forming the product where q's dtype needs no care."""
+    if q.dtype == a.dtype == b.dtype:
+        return torch.addmm(q, a, -size * b)
+    return subtract(q, size, lift(a) @ b)
+
+
 def solve(a: Tensor, x: Tensor) -> Tensor:
     """A⁻¹x for every vector x on the last axis, with one factorization of A."""
     y, _ = torch.linalg.solve_ex(lift(a).mT, rows(lift(x)), left=False)  # not finite if singular; never raises

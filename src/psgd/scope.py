@@ -127,8 +127,9 @@ class Scope:
 
     def move(self, new: Point, ok: Tensor) -> None:
         """Write a new point in place, or leave the old one where `ok` is false or the new one is not finite."""
-        ok = torch.stack([ok, *(leaf.isfinite().all() for leaf in leaves(new))]).all()
-        for old, leaf in zip(leaves(self.point), leaves(new), strict=True):
+        moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
+        ok = torch.stack([ok, *(leaf.isfinite().all() for _, leaf in moved)]).all()
+        for old, leaf in moved:
             old.copy_(torch.where(ok, leaf, old))
 
 

@@ -50,5 +50,8 @@ class Composite(Group):
         """
         return lr / max(1, sum(part.moves for part in self.parts))
 
+    def prepared(self, q: Point) -> Point:
+        return {str(i): part.prepared(p) for i, (part, p) in enumerate(self.pairs(q))}
+
     def balance(self, q: Point) -> Point:
         return {str(i): part.balance(p) for i, (part, p) in enumerate(self.pairs(q))}

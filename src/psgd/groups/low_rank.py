@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psgd.group import Group, Point, Residual, Where
-from psgd.linalg import lift, magnitude, outer, solve, subtract
+from psgd.linalg import lift, magnitude, rows, solve, subtract_product
 from psgd.step_size import StepSize
 
 
@@ -68,6 +68,9 @@ class LowRank(Group):
             "ell_V": q["ell_V"] / rho.square(),
         }
 
+    def prepared(self, q: Point) -> Point:
+        return q | {"small": self._small(q)}
+
     def apply(self, q: Point, x: Tensor) -> Tensor:
         return x + (x @ q["V"]) @ q["U"].mT
 
@@ -91,26 +94,40 @@ class LowRank(Group):
 
     def _small(self, q: Point) -> Tensor:
         """I + VᵀU, whose determinant is that of Q."""
+        if "small" in q:
+            return q["small"]
         small = lift(q["V"]).mT @ lift(q["U"])
         return small + torch.eye(self.rank, dtype=small.dtype, device=small.device)
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+        """Move on A_V(U) or A_U(V). The step has the rank of the residual, A·B, and is never formed."""
         u, v = q["U"], q["V"]
-        if coin:  # E = G Vᵀ, G = (x yᵀ − z wᵀ)V
-            plus, minus, other, ell = outer(r.x, r.y @ v), outer(r.z, r.w @ v), v, q["ell_U"]
-        else:  # E = U Gᵀ, G = (x yᵀ − z wᵀ)ᵀU
-            plus, minus, other, ell = outer(r.y, r.x @ u), outer(r.w, r.z @ u), u, q["ell_V"]
-        gram, g = lift(other).mT @ lift(other), plus - minus
+        if coin:  # E = G Vᵀ, G = (x yᵀ − z wᵀ)V, and E·Q = G (I + VᵀU) Vᵀ
+            plus, minus, stays, ell = (r.x, r.y @ v), (r.z, r.w @ v), v, q["ell_U"]
+        else:  # E = U Gᵀ, G = (x yᵀ − z wᵀ)ᵀU, and E·Q = U ((I + VUᵀ)G)ᵀ
+            plus, minus, stays, ell = (r.y, r.x @ u), (r.w, r.z @ u), u, q["ell_V"]
+        a = torch.cat((rows(plus[0]), rows(minus[0])))
+        b = lift(torch.cat((rows(plus[1]), -rows(minus[1]))))
+        pairs, gram = len(a) // 2, lift(stays).mT @ lift(stays)
         # A T that meets only the small singular values of O drowns in the rounding of OᵀO: bound that, too.
         slack = 4 * torch.finfo(gram.dtype).eps * gram.diagonal().sum()
+        # Orthogonal columns for A's: ‖ABOᵀ‖ = ‖RBOᵀ‖, without the cancellation of AᵀA.
+        triangle = torch.linalg.qr(lift(a).mT).R  # mode="r" fails under vmap
 
         def norm(t: Tensor) -> Tensor:
             """‖T Oᵀ‖_F, from the Gram matrix of the factor O that stays."""
             size = magnitude(t)
-            t = lift(t) / size
+            t = t / size
             return size * ((t @ gram + slack * t) * t).sum().sqrt()
 
-        size, ell = rule(lr, ell, lambda: norm(g), lambda: norm(plus) + norm(minus))
+        size, ell = rule(
+            lr,
+            ell,
+            lambda: norm(triangle @ b),
+            lambda: norm(triangle[:, :pairs] @ b[:pairs]) + norm(triangle[:, pairs:] @ b[pairs:]),
+        )
         if coin:
-            return q | {"U": subtract(u, size, g + g @ (v.mT @ u)), "ell_U": ell}
-        return q | {"V": subtract(v, size, g + v @ (u.mT @ g)), "ell_V": ell}
+            new = {"U": subtract_product(u, size, a.mT, b @ self._small(q)), "ell_U": ell}
+        else:
+            new = {"V": subtract_product(v, size, self.apply_t(q, a).mT, b), "ell_V": ell}
+        return {key: q[key] for key in ("U", "V", "ell_U", "ell_V")} | new

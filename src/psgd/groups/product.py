@@ -89,6 +89,7 @@ class Product(Composite):
         coin: bool = True,
         rule: StepSize = Smoothed(),  # noqa: B008 - frozen
     ) -> Point:
+        q = self.prepared(q)
         pairs = self._forward(q, h, v)
         return self._backward(q, pairs, *pairs[0], lr, coin, rule)
 
