@@ -1,7 +1,7 @@
 """The optimizers under comparison, one registry: ours, torch's, and those of packages.
 
 All are used alike: `stepper.step(loss)` evaluates the loss, moves the parameters, and returns the loss as it was before
-the move. What it took (gradients, Hessian products) is counted.
+the move. What it took (gradients, Hessian products) is counted. Packages are imported when a method is built.
 """
 
 from __future__ import annotations
@@ -11,53 +11,43 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import SGD, Optimizer
 
 import psgd
+from psgd.experiments.steppers import (
+    KFAC,
+    Curved,
+    HessianFree,
+    Loss,
+    Perturbed,
+    Plain,
+    Preconditioned,
+    Repeated,
+    Stepper,
+    imported,
+)
 
-Criterion = Callable[[Tensor, Tensor], Tensor]
+__all__ = [
+    "METHODS",
+    "Build",
+    "Loss",
+    "Method",
+    "Plain",
+    "Preconditioned",
+    "Stepper",
+    "method",
+    "plain",
+    "preconditioned",
+    "register",
+]
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The loss of a model on one batch, called without arguments; methods that need more look inside.
+class Build(Protocol):
+    """What makes a stepper."""
 
-    >>> loss = Loss(nn.Identity(), torch.tensor([3.0]), torch.tensor([1.0]), nn.functional.mse_loss)
-    >>> loss()
-    tensor(4.)
-    """
-
-    model: nn.Module
-    inputs: Any
-    targets: Any
-    criterion: Callable[[Any, Any], Tensor]
-
-    def __call__(self) -> Tensor:
-        """Evaluate it, with a graph."""
-        return self.criterion(self.model(self.inputs), self.targets)
-
-
-class Stepper(Protocol):
-    """An optimizer in use."""
-
-    gradients: int
-    """Gradients of one batch that were evaluated so far."""
-    products: int
-    """Hessian (or Gauss-Newton) products that were evaluated so far."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Of which schedulers set the lr."""
-
-    def step(self, loss: Callable[[], Tensor]) -> Tensor:
-        """Evaluate, move, and return the loss before the move, detached."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs, counters included."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume."""
+    def __call__(self, model: nn.Module, lr: float, seed: int = 0) -> Stepper:
+        """Return it, for a model at a learning rate; what is random in it is a function of the seed."""
 
 
 @dataclass(frozen=True)
@@ -65,58 +55,17 @@ class Method:
     """A way to train: how to build it for a model at a learning rate, and where to look for a good one."""
 
     name: str
-    build: Callable[[nn.Module, float], Stepper]
+    build: Build
     lr: tuple[float, float]
     """The range that tuning searches, log-uniformly."""
     source: str = "torch"
     """The package that it comes from."""
 
 
-class Plain:
-    """Steps of an ordinary optimizer: one gradient, then `step()`."""
-
-    create_graph = False
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.gradients, self.products = optimizer, 0, 0
-
-    def step(self, loss: Callable[[], Tensor]) -> Tensor:
-        """Make one."""
-        self.optimizer.zero_grad()
-        value = loss()
-        value.backward(create_graph=self.create_graph)
-        self.optimizer.step()
-        self.gradients += 1
-        return value.detach()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, and the counters."""
-        return {"optimizer": self.optimizer.state_dict(), "gradients": self.gradients, "products": self.products}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.gradients, self.products = state["gradients"], state["products"]
-
-
-class Preconditioned(Plain):
-    """Steps of PSGD through a closure: exact Hessian products on due steps."""
-
-    optimizer: psgd.PSGD
-
-    def step(self, loss: Callable[[], Tensor]) -> Tensor:
-        """Make one."""
-        before = self.optimizer.param_groups[0]["updates"]
-        value = self.optimizer.step(loss)
-        self.gradients += 1
-        self.products += self.optimizer.param_groups[0]["updates"] - before
-        return value.detach()
-
-
 METHODS: dict[str, Method] = {}
 
 
-def register(name: str, build: Callable[[nn.Module, float], Stepper], lr: tuple[float, float], source: str) -> None:
+def register(name: str, build: Build, lr: tuple[float, float], source: str) -> None:
     """Add a method to the registry."""
     METHODS[name] = Method(name, build, lr, source)
 
@@ -132,16 +81,63 @@ def method(name: str) -> Method:
     return METHODS[name]
 
 
-def plain(kind: Callable[..., Optimizer], **options: Any) -> Callable[[nn.Module, float], Stepper]:
-    """Return a builder of an ordinary optimizer."""
-    return lambda model, lr: Plain(kind(model.parameters(), lr=lr, **options))
+def plain(kind: Callable[..., Optimizer], wrap: Callable[..., Stepper] = Plain, **options: Any) -> Build:
+    """Return a builder of an optimizer, used as `wrap` does."""
+    return lambda model, lr, seed=0: wrap(kind(model.parameters(), lr=lr, **options), seed)
 
 
-def preconditioned(group: Any, **options: Any) -> Callable[[nn.Module, float], Stepper]:
+def preconditioned(group: Any, **options: Any) -> Build:
     """Return a builder of PSGD with a group."""
-    return lambda model, lr: Preconditioned(psgd.PSGD(model.parameters(), group, lr=lr, **options))
+    return lambda model, lr, seed=0: Preconditioned(psgd.PSGD(model.parameters(), group, lr=lr, seed=seed, **options))
 
 
-register("sgd", plain(torch.optim.SGD), (1e-4, 1.0), "torch")
-register("momentum", plain(torch.optim.SGD, momentum=0.9), (1e-4, 1.0), "torch")
+def packaged(module: str, package: str, kind: str, wrap: Callable[..., Stepper] = Plain, **options: Any) -> Build:
+    """Return a builder of an optimizer of a package."""
+    return lambda model, lr, seed=0: plain(getattr(imported(module, package), kind), wrap, **options)(model, lr, seed)
+
+
+# --- torch
+
+register("sgd", plain(SGD), (1e-4, 1.0), "torch")
+register("momentum", plain(SGD, momentum=0.9), (1e-4, 1.0), "torch")
 register("adam", plain(torch.optim.Adam), (1e-5, 1e-1), "torch")
+register("adamw", plain(torch.optim.AdamW), (1e-5, 1e-1), "torch")
+register("lbfgs", plain(torch.optim.LBFGS, Repeated), (1e-3, 1.0), "torch")
+register("lbfgs-wolfe", plain(torch.optim.LBFGS, Repeated, line_search_fn="strong_wolfe"), (1e-3, 1.0), "torch")
+
+# --- pytorch_optimizer
+
+
+def modern(name: str, kind: str, lr: tuple[float, float], wrap: Callable[..., Stepper] = Plain, **options: Any) -> None:
+    """Add an optimizer of pytorch_optimizer."""
+    register(name, packaged("pytorch_optimizer", "pytorch-optimizer", kind, wrap, **options), lr, "pytorch_optimizer")
+
+
+modern("adahessian", "AdaHessian", (1e-3, 1.0), Curved)
+modern("adabelief", "AdaBelief", (1e-5, 1e-1))
+modern("adan", "Adan", (1e-5, 1e-1))
+modern("apollo", "ApolloDQN", (1e-4, 1.0))
+modern("shampoo", "Shampoo", (1e-4, 1.0))
+modern("sam", "SAM", (1e-4, 1.0), Perturbed, base_optimizer=SGD, momentum=0.9, rho=0.05)
+modern("asam", "SAM", (1e-4, 1.0), Perturbed, base_optimizer=SGD, momentum=0.9, rho=0.5, adaptive=True)
+
+# --- others
+
+
+def kfac(model: nn.Module, lr: float, seed: int = 0) -> Stepper:
+    """Return K-FAC; damping and average are those of the paper's authors."""
+    imported("curvlinops", "curvlinops-for-pytorch")
+    return KFAC(model, SGD(model.parameters(), lr=lr), seed, damping=1e-3, average=0.95, every=1)
+
+
+register("kfac", kfac, (1e-4, 1e-1), "curvlinops")
+register("hessian-free", plain(SGD, HessianFree), (1e-2, 1e1), "scipy")
+
+# --- ours, with default settings; experiments that pin the paper's build their own
+
+register("psgd-diagonal", preconditioned(psgd.Diagonal()), (1e-3, 1.0), "psgd")
+register("psgd-xmat", preconditioned(psgd.XMat()), (1e-3, 1.0), "psgd")
+register("psgd-lra", preconditioned(psgd.lra(10)), (1e-3, 1.0), "psgd")
+register("psgd-affine", preconditioned(psgd.affine), (1e-3, 1.0), "psgd")
+register("psgd-dense", preconditioned(psgd.Dense()), (1e-3, 1.0), "psgd")
+register("psgd-triangular", preconditioned(psgd.Triangular()), (1e-3, 1.0), "psgd")
