@@ -98,6 +98,8 @@ def train(
     rates: Mapping[str, Rate],
     state: State | None = None,
     inputs: Callable[[Tensor, int, int], Tensor] = lambda x, epoch, index: x,
+    look: Callable[[], dict[str, Any]] = dict,
+    every: int = 0,
 ) -> Iterator[Record]:
     """Train, and yield after each epoch its mean loss and the error (%) on what is held out.
 
@@ -107,6 +109,8 @@ def train(
         rates: options of the optimizer that are set before each epoch, by name.
         state: of the record after which to go on.
         inputs: what to make of a batch of inputs, given the epoch and the batch's place in it.
+        look: what else to record, after an epoch,
+        every: and within it, after every so many steps; 0 for never.
     """
     start = 0
     if state is not None:
@@ -120,6 +124,8 @@ def train(
         for i, chosen in enumerate(order):
             these = task.train[chosen]
             losses.append(stepper.step(Loss(model, inputs(these.inputs, epoch, i), these.targets, F.cross_entropy)))
+            if every and (i + 1) % every == 0 and i + 1 < len(order):
+                yield Record(epoch * len(order) + i + 1, look())
         mean = float(torch.stack(losses).mean())
         loss, error = evaluate(model, task.held_out)
         finite = math.isfinite(mean) and math.isfinite(loss)
@@ -129,6 +135,7 @@ def train(
             f"{task.name}_loss": loss if finite else None,
             f"{task.name}_error": error if finite else 100.0,
             **evaluations(stepper),
+            **look(),
         }
         yield Record((epoch + 1) * len(order), values, functools.partial(snapshot, model, stepper, epoch=epoch + 1))
         if not finite:

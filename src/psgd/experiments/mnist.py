@@ -78,7 +78,7 @@ def learning_rate(method: str) -> float:
     return 0.1 if method in PRECONDITIONERS else tuned("mnist", method) or SEARCHED[method][0]
 
 
-SEARCHED = {"sgd": (0.01, 1.0), "momentum": (0.003, 0.3), "adam": (0.0003, 0.03), "kfac": (0.001, 0.1)}
+SEARCHED = {"sgd": (0.01, 1.0), "momentum": (0.003, 0.3), "adam": (0.0003, 0.03), "kfac": (0.0003, 0.03)}
 """Where to look for rates."""
 
 

