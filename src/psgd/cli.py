@@ -81,6 +81,7 @@ def run(
         str, typer.Option(metavar="ADDRESS", help="Run on this Ray cluster (all nodes share --out), or a `local` one.")
     ] = "",
     data: DataFolder = None,
+    page: Annotated[bool, typer.Option("--report/--no-report", help="Write the page in the end.")] = True,
 ) -> None:
     """Run an experiment: all methods with all seeds. It may be killed at any time, and resumed."""
     with usage():
@@ -90,22 +91,13 @@ def run(
         pool: Pool = Ray(ray, jobs, variables()) if ray else Processes(jobs)
         directory = out or Path("out") / f"{name}-{preset.value}"
         progress = Screen(console) if console.is_terminal else Lines(say)
-        asked = {"preset": preset.value, "seeds": seeds, "only": words(only), "settings": settings}
+        asked: dict[str, Any] = {"preset": preset.value, "seeds": seeds, "only": words(only), "settings": settings}
+        options: dict[str, Any] = {"resume": resume, "interval": checkpoint, "progress": progress}
         with interruptible(directory):
-            failed = runner.run(
-                name,
-                cells,
-                directory,
-                pool,
-                resume=resume,
-                interval=checkpoint,
-                progress=progress,
-                **asked,
-                jobs=jobs,
-                ray=ray,
-            )
+            failed = runner.run(name, cells, directory, pool, **options, **asked, jobs=jobs, ray=ray)
     show(directory)
-    page([directory], None)
+    if page:
+        write_page([directory], None)
     if failed:
         say(f"{len(failed)} of {len(cells)} runs failed; why is in {directory / store.FAILED}", error=True)
         say("the same command with --resume tries them again", error=True)
@@ -121,7 +113,7 @@ def report(
     with usage():
         for directory in directories:
             store.load(directory)
-        page(directories, out)
+        write_page(directories, out)
 
 
 @app.command("tune")
@@ -180,7 +172,7 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def page(directories: list[Path], out: Path | None) -> None:
+def write_page(directories: list[Path], out: Path | None) -> None:
     """Write the report, and say where it is."""
     try:
         report = importlib.import_module("psgd.experiments.report")
