@@ -5,18 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO
 
-if sys.platform != "win32":
-    import fcntl
+from filelock import FileLock
 
 TIMEOUT = 30.0  # seconds without a byte
 CHUNK = 1 << 20
@@ -96,7 +93,7 @@ def downloaded(title: str, file: File) -> Path:
         return checked(title, path, file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with lock(path.with_name(f".{path.name}.lock")):
+        with FileLock(path.with_name(f".{path.name}.lock")):  # which the system lets go of, even of a killed process
             if not path.is_file():  # while we waited, another may have brought it
                 download(title, file, path)
     except OSError as e:
@@ -167,12 +164,3 @@ def read(source: IO[bytes], size: int) -> bytes:
         return source.read(size)
     except OSError as e:
         raise ConnectionError(str(e)) from e
-
-
-@contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Keep other processes and threads out; the system lets go of it even if this process is killed."""
-    with path.open("ab") as f:
-        if sys.platform != "win32":
-            fcntl.flock(f, fcntl.LOCK_EX)
-        yield
