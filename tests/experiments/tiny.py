@@ -52,6 +52,9 @@ def run(config: Config, seed: int, state: State | None = None) -> Iterator[Recor
 
 def trace(config: Config, step: int, seed: int) -> None:
     """Keep a list of all steps that were made, in any process, and misbehave where the method says so."""
+    if step == 0 and "TINY_PIDS" in os.environ:
+        with open(os.environ["TINY_PIDS"], "a") as file:
+            file.write(f"{os.getpid()}\n")
     if "TINY_TRACE" not in os.environ:
         return
     with open(os.environ["TINY_TRACE"], "a+") as file:

@@ -1,0 +1,97 @@
+import json
+import math
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from experiments import tiny
+from frame import NAME
+
+from psgd.experiments import tune
+from psgd.experiments.pool import Outcome, attempt
+
+
+class Here:
+    """A pool of this process."""
+
+    def run(self, function, tasks):
+        for key, task in tasks.items():
+            yield Outcome(key, *attempt(function, task))
+
+
+def test_a_search_finds_a_good_rate_and_is_a_function_of_its_seed():
+    found = tune.study(NAME, "sgd", 12, seed=3)
+    assert found == tune.study(NAME, "sgd", 12, seed=3)
+    assert found["lr"] != tune.study(NAME, "sgd", 12, seed=4)["lr"]
+    assert 1e-4 <= found["lr"] <= 1.0 and found["range"] == [1e-4, 1.0] and found["trials"] == 12
+    assert found["score"] == tiny.score(tune.result(tiny, "sgd", found["lr"], 3))
+    assert found["command"] == f"psgd tune {NAME} sgd --trials 12 --seed 3"
+    assert {"psgd", "torch", "optuna"} <= set(found["versions"])
+
+
+def test_an_experiment_may_have_ranges_of_its_own(monkeypatch):
+    monkeypatch.setattr(tiny, "lrs", lambda method: (0.2, 0.3), raising=False)
+    found = tune.study(NAME, "sgd", 3, seed=0)
+    assert 0.2 <= found["lr"] <= 0.3 and found["range"] == [0.2, 0.3]
+
+
+def failing(monkeypatch, above: float) -> None:
+    """Let large rates diverge in every way there is."""
+    honest = tiny.run
+
+    def run(config, seed, state=None):
+        if config.lr > above:
+            if int(config.lr * 1e6) % 2:
+                raise RuntimeError("linalg: not positive definite")
+            config = tiny.Config(lr=math.inf)
+        yield from honest(config, seed, state)
+
+    monkeypatch.setattr(tiny, "run", run)
+
+
+def test_trials_that_diverge_are_infinitely_bad_and_no_more(monkeypatch):
+    failing(monkeypatch, above=0.05)
+    found = tune.study(NAME, "sgd", 20, seed=0)
+    assert found["lr"] <= 0.05 and 0 < found["diverged"] < 20 and math.isfinite(found["score"])
+
+
+def test_a_method_of_which_all_trials_diverge_is_an_error_and_not_kept(monkeypatch, tmp_path):
+    failing(monkeypatch, above=0.0)
+    out = tmp_path / "tuned.json"
+    [outcome] = tune.tune(NAME, ["sgd"], Here(), trials=3, out=out)
+    assert "no trial of sgd ended with a finite score" in outcome.error
+    assert not out.exists()
+
+
+def test_what_was_found_is_kept_in_order_and_can_be_looked_up(monkeypatch, tmp_path):
+    out = tmp_path / "deep" / "tuned.json"
+    monkeypatch.setattr(tune, "FILE", out)
+    assert tune.tuned(NAME, "sgd") is None
+    found = {o.key: o.value for o in tune.tune(NAME, ["sgd", "momentum"], Here(), trials=2, seed=1, out=out)}
+    kept = json.loads(out.read_text())
+    assert kept == {NAME: found} and list(kept[NAME]) == ["momentum", "sgd"]
+    assert tune.tuned(NAME, "sgd") == found["sgd"]["lr"]
+    assert tune.tuned("another", "sgd") is None
+
+
+def test_methods_that_cannot_be_tuned_are_refused():
+    with pytest.raises(ValueError, match="one of sgd, momentum, got 'adam'"):
+        tune.tune(NAME, ["sgd", "adam"], Here(), trials=1)
+    with pytest.raises(ValueError, match="trials must be at least 1, got 0"):
+        tune.tune(NAME, ["sgd"], Here(), trials=0)
+
+
+def several(path: Path, worker: int) -> None:
+    for i in range(5):
+        tune.update(path, "experiment", f"{worker} {i}", {"lr": 0.1})
+
+
+def test_several_processes_may_write_the_file_at_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    path = tmp_path / "tuned.json"
+    processes = [context.Process(target=several, args=(path, i)) for i in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert len(json.loads(path.read_text())["experiment"]) == 10
