@@ -393,3 +393,19 @@ def test_two_optimizers_watch_the_same_backward_pass():
         second.step()
     assert first.source is second.source is psgd.hessian
     assert loss() < before
+
+
+def test_a_network_that_starts_on_its_kinks_gets_the_exact_product_as_soon_as_it_is_off_them():
+    """Blank inputs and zero biases: half of the ReLUs start at zero, where every difference crosses them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    torch.nn.init.zeros_(model[0].bias)
+    x, y = torch.randn(64, 8) * (torch.arange(64) < 8)[:, None], torch.randn(64, 1)
+    opt = PSGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.step(lambda: F.mse_loss(model(x), y))
+        assert opt.source is psgd.finite_difference  # for this step
+        for _ in range(3):
+            opt.step(lambda: F.mse_loss(model(x), y))
+    assert opt.source is psgd.hessian
