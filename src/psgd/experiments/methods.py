@@ -18,6 +18,7 @@ import psgd
 from psgd.experiments.steppers import (
     KFAC,
     Curved,
+    Dated,
     HessianFree,
     Loss,
     Perturbed,
@@ -102,6 +103,9 @@ register("sgd", plain(SGD), (1e-4, 1.0), "torch")
 register("momentum", plain(SGD, momentum=0.9), (1e-4, 1.0), "torch")
 register("adam", plain(torch.optim.Adam), (1e-5, 1e-1), "torch")
 register("adamw", plain(torch.optim.AdamW), (1e-5, 1e-1), "torch")
+register("radam", plain(torch.optim.RAdam), (1e-4, 1.0), "torch")
+register("nadam", plain(torch.optim.NAdam), (1e-5, 1e-1), "torch")
+register("adafactor", plain(torch.optim.Adafactor), (1e-4, 1.0), "torch")
 register("lbfgs", plain(torch.optim.LBFGS, Repeated), (1e-3, 1.0), "torch")
 register("lbfgs-wolfe", plain(torch.optim.LBFGS, Repeated, line_search_fn="strong_wolfe"), (1e-3, 1.0), "torch")
 
@@ -120,6 +124,75 @@ modern("apollo", "ApolloDQN", (1e-4, 1.0))
 modern("shampoo", "Shampoo", (1e-4, 1.0))
 modern("sam", "SAM", (1e-4, 1.0), Perturbed, base_optimizer=SGD, momentum=0.9, rho=0.05)
 modern("asam", "SAM", (1e-4, 1.0), Perturbed, base_optimizer=SGD, momentum=0.9, rho=0.5, adaptive=True)
+modern("soap", "SOAP", (1e-4, 1e-1))
+modern("lion", "Lion", (1e-6, 1e-2))
+
+
+def muon(model: nn.Module, lr: float, seed: int = 0) -> Stepper:
+    """Return Muon for what has rows and columns, and its AdamW, at a sixtieth of the rate, for the rest."""
+    package = imported("pytorch_optimizer", "pytorch-optimizer")
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for p in model.parameters():
+        (matrices if p.ndim >= 2 else rest).append(p)
+    groups = [
+        {"params": matrices, "lr": lr, "use_muon": True},
+        {"params": rest, "lr": lr * 3e-4 / 2e-2, "use_muon": False},  # the ratio of the package's defaults
+    ]
+    return Plain(package.Muon([group for group in groups if group["params"]]), seed)
+
+
+def lookahead_yogi(model: nn.Module, lr: float, seed: int = 0) -> Stepper:
+    """Return Lookahead around Yogi."""
+    package = imported("pytorch_optimizer", "pytorch-optimizer")
+    return Plain(package.Lookahead(package.Yogi(model.parameters(), lr=lr)), seed)
+
+
+register("muon", muon, (1e-4, 1.0), "pytorch_optimizer")
+register("lookahead-yogi", lookahead_yogi, (1e-4, 1.0), "pytorch_optimizer")
+
+# --- torch_optimizer, for the rest of the paper's Rosenbrock table
+
+
+def older(name: str, kind: str, lr: tuple[float, float] = (1e-4, 1.0), **options: Any) -> None:
+    """Add an optimizer of torch_optimizer."""
+    register(name, packaged("torch_optimizer", "torch-optimizer", kind, Dated, **options), lr, "torch_optimizer")
+
+
+older("adabound", "AdaBound")
+older("adamod", "AdaMod")
+older("adamp", "AdamP")
+older("diffgrad", "DiffGrad")
+older("lamb", "Lamb")
+older("madgrad", "MADGRAD")
+older("novograd", "NovoGrad")
+older("yogi", "Yogi")
+older("accsgd", "AccSGD")
+older("sgdw", "SGDW")
+older("sgdp", "SGDP")
+older("pid", "PID")
+older("qhm", "QHM")
+older("qhadam", "QHAdam")
+older("ranger", "Ranger")
+older("rangerqh", "RangerQH")
+older("rangerva", "RangerVA")
+older("aggmo", "AggMo")
+older("swats", "SWATS")
+
+
+def a2grad(kind: str) -> Build:
+    """Return a builder of an optimizer that takes a Lipschitz constant in place of a learning rate: the inverse."""
+
+    def build(model: nn.Module, lr: float, seed: int = 0) -> Stepper:
+        package = imported("torch_optimizer", "torch-optimizer")
+        return Dated(getattr(package, kind)(model.parameters(), lr=lr, lips=1 / lr), seed)
+
+    return build
+
+
+register("a2grad-uni", a2grad("A2GradUni"), (1e-4, 1.0), "torch_optimizer")
+register("a2grad-inc", a2grad("A2GradInc"), (1e-4, 1.0), "torch_optimizer")
+register("a2grad-exp", a2grad("A2GradExp"), (1e-4, 1.0), "torch_optimizer")
 
 # --- others
 

@@ -91,6 +91,17 @@ class Plain:
         self.gradients, self.products = state["gradients"], state["products"]
 
 
+class Dated(Plain):
+    """Steps of an optimizer that was written for an older torch, and is warned about it."""
+
+    def step(self, loss: Callable[[], Tensor]) -> Tensor:
+        """Make one."""
+        value = self.evaluate(loss)
+        with quiet():
+            self.optimizer.step()
+        return value
+
+
 class Preconditioned(Plain):
     """Steps of PSGD through a closure: exact Hessian products on due steps."""
 
@@ -110,8 +121,14 @@ class Repeated(Plain):
 
     def step(self, loss: Callable[[], Tensor]) -> Tensor:
         """Make one."""
-        value = self.optimizer.step(lambda: float(self.evaluate(loss)))
-        return torch.as_tensor(value)
+        values: list[Tensor] = []
+
+        def closure() -> float:
+            values.append(self.evaluate(loss))
+            return float(values[-1])
+
+        self.optimizer.step(closure)
+        return values[0]
 
 
 class Curved(Plain):
@@ -258,6 +275,9 @@ def applications(model: nn.Module) -> Iterator[dict[str, int]]:
             handle.remove()
 
 
+TINY = torch.finfo(torch.float64).tiny
+
+
 class HessianFree(Plain):
     """Truncated Newton steps of scipy: conjugate gradients on Hv, inside a trust region whose radius is the lr.
 
@@ -265,14 +285,18 @@ class HessianFree(Plain):
     curvature are followed to the boundary.
     """
 
+    def __init__(self, optimizer: Optimizer, seed: int = 0) -> None:
+        super().__init__(optimizer, seed)
+        self.minimize = imported("scipy.optimize", "scipy").minimize
+
     def step(self, loss: Callable[[], Tensor]) -> Tensor:
         """Make one."""
-        minimize = imported("scipy.optimize", "scipy").minimize
         found = parameters(self.optimizer)
         start = flat(found)
         radius = float(self.optimizer.param_groups[0]["lr"])
         here: Any = None
         graph: list[Tensor] = []
+        values: list[Tensor] = []
 
         def place(x: Any) -> None:
             nonlocal here, graph
@@ -283,7 +307,8 @@ class HessianFree(Plain):
         def value(x: Any) -> float:
             place(x)
             with torch.no_grad():
-                return float(loss())
+                values.append(loss())
+            return float(values[-1])
 
         def gradient(x: Any) -> Any:
             place(x)
@@ -304,14 +329,18 @@ class HessianFree(Plain):
             if (x != start).any():
                 raise StopIteration
 
-        first = torch.tensor(value(start))
-        if radius > 0:
-            options = {"initial_trust_radius": radius, "max_trust_radius": 2 * radius, "gtol": 0.0, "maxiter": 8}
-            result = minimize(
-                value, start, jac=gradient, hessp=product, method="trust-ncg", callback=moved, options=options
-            )
-            place(result.x)
-        return first
+        result = self.minimize(
+            value,
+            start,
+            jac=gradient,
+            hessp=product,
+            method="trust-ncg",
+            callback=moved,
+            options={"initial_trust_radius": radius, "max_trust_radius": 2 * radius, "gtol": TINY, "maxiter": 8},
+        )
+        place(result.x)
+        self.optimizer.step()  # moves nothing for want of gradients, but schedulers look for it
+        return values[0]
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
