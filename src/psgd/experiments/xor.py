@@ -1,0 +1,330 @@
+"""Delayed XOR with a recurrent network: the paper's table of success rates, its half for the RNN.
+
+A sequence holds random signs; two of them in its first half are marked. Is their product −1? Knowing one of the two is
+of no help, and the answer is due at the end, so that the loss stays at log 2 until all is understood. Success is a loss
+below 0.1 on one of the fresh batches of 128 within 100,000 iterations. The paper's rates for lengths 32, 55, 64, 112:
+
+PSGD LRA 1 1 1 1; AdaHessian, K-FAC, Hessian-free, SGD, AdaBelief, Adan 1 0 0 0; Shampoo 0 0 0 0; Apollo never. (Adam is
+ours.) The LSTM is in `xor-lstm`, the study of the rank in `xor-rank`.
+
+`psgd-lra` has the authors' settings: rank 10, both rates 0.01 (our precond_lr is 2μ₂, which two factors share), steps
+clipped at norm 1, no momentum, Q₀ = I, an exact Hessian product in every step. The settings of the other methods are
+not known: theirs are tuned at length 32, and else those of their packages.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import psgd
+from psgd.experiments.experiment import Preset, Record, Result, State
+from psgd.experiments.methods import Loss, Preconditioned, Stepper, method
+from psgd.experiments.recurrent import LSTM, RNN, PlainLSTM, PlainRNN
+from psgd.experiments.show import Plot, Points, Table, band, spread
+from psgd.experiments.training import evaluations, restore, snapshot
+from psgd.experiments.tune import tuned
+from psgd.probes import generator
+
+TITLE = "Delayed XOR, RNN"
+
+LENGTHS = (32, 55, 64, 112)
+SOLVED = 0.1
+"""A batch with a loss below this is success."""
+EVERY = 100
+"""Iterations between records."""
+
+PAPER: dict[str, dict[str, Sequence[float]]] = {
+    "rnn": {
+        "psgd-lra": (1, 1, 1, 1),
+        "adahessian": (1, 0, 0, 0),
+        "kfac": (1, 0, 0, 0),
+        "hessian-free": (1, 0, 0, 0),
+        "shampoo": (0, 0, 0, 0),
+        "sgd": (1, 0, 0, 0),
+        "adabelief": (1, 0, 0, 0),
+        "adan": (1, 0, 0, 0),
+        "apollo": (0, 0, 0, 0),
+    },
+    "lstm": {
+        "psgd-lra": (1, 1, 1, 1),
+        "adahessian": (1, 1, 0.8, 0),
+        "kfac": (1, 0, 0, 0),
+        "hessian-free": (1, 0.6, 0, 0),
+        "shampoo": (1, 0.8, 0.6, 0),
+        "sgd": (1, 0, 0, 0),
+        "adabelief": (1, 0, 0, 0),
+        "adan": (1, 0, 0, 0),
+        "apollo": (0, 0, 0, 0),
+    },
+}
+"""Success rates by length, of the paper's table; for Apollo, of its text."""
+
+METHODS = (*PAPER["rnn"], "adam")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way to train a network on sequences of one length."""
+
+    method: str = "psgd-lra"
+    lr: float = 0.01
+    net: str = "rnn"
+    length: int = 32
+    rank: int = 10
+    """Of LRA."""
+    iterations: int = 100_000
+    hidden: int = 30
+    batch: int = 128
+
+
+def cells(preset: Preset) -> list[Config]:
+    """Return one for each method and length."""
+    if preset == "quick":
+        return [Config(m, learning_rate(m), length=4, iterations=20, hidden=8, batch=32) for m in METHODS]
+    iterations = 10_000 if preset == "cpu" else 100_000
+    return [Config(m, learning_rate(m), length=n, iterations=iterations) for m in METHODS for n in LENGTHS]
+
+
+def seeds(preset: Preset) -> range:
+    """Return the paper's ten, or fewer."""
+    return range({"quick": 1, "cpu": 5, "paper": 10}[preset])
+
+
+def learning_rate(method: str, experiment: str = "xor") -> float:
+    """Return the authors' for PSGD, and a tuned one for the others."""
+    return 0.01 if method in PRECONDITIONERS else tuned(experiment, method) or math.sqrt(math.prod(lrs(method)))
+
+
+def lrs(name: str) -> tuple[float, float]:
+    """Return where to look for the rate of a method."""
+    if name in PRECONDITIONERS:
+        known = ", ".join(m for m in METHODS if m not in PRECONDITIONERS)
+        raise ValueError(f"a rate is tuned for one of {known}, since PSGD has the authors', got {name!r}")
+    return method(name).lr
+
+
+def tuning(method: str) -> Config:
+    """Return a shorter run of length 32."""
+    return Config(method, iterations=4000)
+
+
+def score(result: Result) -> float:
+    """Return the fraction of the budget that success took; without it, 1 plus the loss in the last quarter."""
+    if solved(result):
+        return iterations(result) / result.config.iterations
+    late = [r["loss"] for r in result.records if r["step"] > 0.75 * result.config.iterations]
+    return math.inf if not late or None in late else 1 + statistics.fmean(late)
+
+
+# --- one cell
+
+
+def run(config: Config, seed: int, state: State | None = None) -> Iterator[Record]:
+    """Train until success, a loss that is not finite, or the end; a record has the mean loss since the one before."""
+    model, stepper = start(config, seed)
+    done = 0
+    if state is not None:
+        restore(state, model, stepper)
+        done = config.iterations if state["ended"] else state["done"]
+    losses: list[float] = []
+    for i in range(done + 1, config.iterations + 1):
+        loss = Loss(model, *sequences(config.length, config.batch, seed, i), F.binary_cross_entropy_with_logits)
+        losses.append(float(stepper.step(loss)))
+        success, failure = losses[-1] < SOLVED, not math.isfinite(losses[-1])
+        if success or failure or i % EVERY == 0 or i == config.iterations:
+            values = {"loss": None if failure else statistics.fmean(losses), "solved": int(success)}
+            ended = success or failure
+            saved = {"done": i, "ended": ended}
+            yield Record(i, values | evaluations(stepper), functools.partial(snapshot, model, stepper, **saved))
+            losses = []
+            if ended:
+                return
+
+
+def sequences(length: int, batch: int, *numbers: int) -> tuple[Tensor, Tensor]:
+    """Return random signs with marks, (batch, time, 2), and whether the two marked signs differ, (batch, 1).
+
+    One mark is in the first tenth, the other between that and the half; a function of the numbers alone.
+
+    >>> x, y = sequences(32, 128, 0)
+    >>> x.shape, y.shape
+    (torch.Size([128, 32, 2]), torch.Size([128, 1]))
+    """
+    rng = generator(*numbers)
+    signs = 2.0 * torch.randint(0, 2, (batch, length), generator=rng) - 1
+    u = torch.rand(batch, 2, generator=rng)
+    places = (length * (torch.tensor([0.0, 0.1]) + u * torch.tensor([0.1, 0.4]))).long()
+    marks = torch.zeros(batch, length).scatter_(1, places, 1.0)
+    return torch.stack((signs, marks), 2), (1 - signs.gather(1, places).prod(1, keepdim=True)) / 2
+
+
+def start(config: Config, seed: int) -> tuple[nn.Module, Stepper]:
+    """Return the network at its start, which all methods share, and its optimizer."""
+    nets = {"rnn": (RNN, PlainRNN), "lstm": (LSTM, PlainLSTM)}
+    if config.net not in nets:
+        raise ValueError(f"the field net is one of {', '.join(nets)}, got {config.net!r}")
+    kind = nets[config.net][config.method == "kfac"]  # which looks at layers
+    model = kind(2, config.hidden, generator(seed))
+    if config.method not in PRECONDITIONERS:
+        return model, method(config.method).build(model, config.lr, seed)
+    optimizer = psgd.PSGD(
+        model.parameters(), psgd.lra(config.rank), lr=config.lr, seed=seed, **PRECONDITIONERS[config.method](config)
+    )
+    return model, Preconditioned(optimizer)
+
+
+def authors(config: Config) -> dict[str, Any]:
+    """Return the settings of the paper."""
+    return {
+        "momentum": 0.0,
+        "precond_lr": 2 * 0.01 if config.rank else 0.01,  # with rank 0 one factor moves: none shares μ₂ with it
+        "precond_prob": 1.0,
+        "max_rms": None,
+        "max_norm": 1.0,
+        "curvature": psgd.hessian,
+        "rule": psgd.Normalized(),
+        "init_scale": 1.0,
+    }
+
+
+PRECONDITIONERS: dict[str, Callable[[Config], dict[str, Any]]] = {"psgd-lra": authors}
+"""The settings of PSGD."""
+
+
+# --- what came out
+
+
+def solved(result: Result) -> bool:
+    """Return whether a run ended with success."""
+    return bool(result.records) and bool(result.records[-1]["solved"])
+
+
+def iterations(result: Result) -> int:
+    """Return how many a run took."""
+    return result.records[-1]["step"]
+
+
+def finished(results: Sequence[Result]) -> list[Result]:
+    """Return the runs with records."""
+    return [r for r in results if r.records]
+
+
+def grouped(results: Sequence[Result], *fields: str) -> dict[tuple[Any, ...], list[Result]]:
+    """Return runs by fields of their configs, in the order of the results."""
+    found: dict[tuple[Any, ...], list[Result]] = {}
+    for r in finished(results):
+        found.setdefault(tuple(getattr(r.config, f) for f in fields), []).append(r)
+    return found
+
+
+def rate(results: Sequence[Result]) -> str:
+    """Return how many of some runs had success."""
+    return f"{sum(map(solved, results))} of {len(results)}"
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    """Return success rates beside the paper's, and what success took."""
+    by_cell = grouped(results, "method", "length")
+    if not by_cell:
+        return []
+    lengths = sorted({length for _, length in by_cell})
+    rows = []
+    for (name,), found in grouped(results, "method").items():
+        row: list[Any] = [name]
+        for length in lengths:
+            here = by_cell.get((name, length))
+            paper = PAPER[found[0].config.net].get(name)
+            row += [rate(here) if here else None, paper[LENGTHS.index(length)] if paper and length in LENGTHS else None]
+        rows.append(row)
+    columns = ["method", *(text for length in lengths for text in (f"{length}", f"{length}, paper"))]
+    budget = max(r.config.iterations for r in finished(results))
+    note = f"Runs with success within {budget:,} iterations, by length; the paper's rates are of 100,000 iterations."
+    return [Table("Success", columns, rows, note), costs(by_cell)]
+
+
+def costs(by_cell: dict[tuple[Any, ...], list[Result]]) -> Table:
+    """Return what each cell took."""
+    rows = [
+        (
+            *key,
+            rate(found),
+            spread([iterations(r) for r in found if solved(r)]),
+            spread([r.last("loss") for r in found if not solved(r) and r.series("loss")]),
+            spread([r.last("gradients") for r in found]),
+            spread([r.last("products") for r in found]),
+            spread([1000 * r.seconds / iterations(r) for r in found]),
+            found[0].config.lr,
+        )
+        for key, found in by_cell.items()
+    ]
+    first = ("method", "length") if len(next(iter(by_cell))) == 2 else ("rank",)
+    columns = (*first, "success", "iterations to success", "loss where none", "gradients", "products", "ms", "lr")
+    return Table("Cost", columns, rows, "ms is the time of an iteration; ± is over seeds.")
+
+
+def plots(results: Sequence[Result]) -> list[Plot]:
+    """Return the loss by iteration for each length, and the iterations to success by length."""
+    found = [
+        Plot(f"Length {length}", "iteration", "loss, mean of 100 iterations", lines(here, "method"), y_log=True)
+        for (length,), here in grouped(results, "length").items()
+    ]
+    marks = []
+    for (name,), here in grouped(results, "method").items():
+        won = [r for r in here if solved(r)]
+        if won:
+            marks.append(Points(name, [r.config.length for r in won], [iterations(r) for r in won]))
+    return [*found, Plot("Iterations to success", "length", "iterations", marks, y_log=True)] if marks else found
+
+
+def lines(results: Sequence[Result], field: str) -> list[Any]:
+    """Return a curve of the loss for each value of a field."""
+    return [
+        band(str(value), [([s["step"] for s in r.records if s["loss"] is not None], r.series("loss")) for r in here])
+        for (value,), here in grouped(results, field).items()
+    ]
+
+
+def remarks(results: Sequence[Result]) -> str:
+    """Compare with the aims and with the paper."""
+    by_cell = grouped(results, "method", "length")
+    said = []
+    for (name, length), found in by_cell.items():
+        if name in PRECONDITIONERS and length in AIMS:
+            of_five = 5 * sum(map(solved, found)) / len(found)
+            verdict = "meets" if of_five >= AIMS[length] else "misses"
+            said.append(f"- `{name}` at length {length}: {rate(found)}, {verdict} the aim of {AIMS[length]} of 5.")
+    others = {key: found for key, found in by_cell.items() if key[0] not in PRECONDITIONERS}
+    won = [
+        f"`{name}` at {length} ({rate(found)})" for (name, length), found in others.items() if any(map(solved, found))
+    ]
+    if others:
+        said.append(f"- With success among the others: {', '.join(won) or 'none'}.")
+    differ = [
+        f"`{name}` at {length}"
+        for (name, length), found in by_cell.items()
+        if name in (paper := PAPER[found[0].config.net])
+        and length in LENGTHS
+        and round(sum(map(solved, found)) / len(found)) != round(paper[name][LENGTHS.index(length)])
+    ]
+    if by_cell:
+        said.append(f"- On the other side of one half than the paper: {', '.join(differ) or 'none'}.")
+    short = [r for r in finished(results) if r.config.iterations < 100_000]
+    if short:
+        budgets = ", ".join(f"{n:,}" for n in sorted({r.config.iterations for r in short}))
+        said.append(
+            f"- The budget here is {budgets} iterations where the paper has 100,000: more may have success later."
+        )
+    return "\n".join(said)
+
+
+AIMS = {32: 4, 55: 4, 64: 4, 112: 3}
+"""How many of five seeds PSGD should solve."""

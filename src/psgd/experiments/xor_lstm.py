@@ -1,0 +1,35 @@
+"""Delayed XOR with an LSTM: the paper's table of success rates, the other half of `xor`.
+
+The paper's rates for lengths 32, 55, 64, 112: PSGD LRA 1 1 1 1; AdaHessian 1 1 0.8 0; Shampoo 1 0.8 0.6 0;
+Hessian-free 1 0.6 0 0; K-FAC, SGD, AdaBelief, Adan 1 0 0 0; Apollo never. Rates are tuned for the LSTM, at length 32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from psgd.experiments import xor
+from psgd.experiments.experiment import Preset
+from psgd.experiments.xor import Config, lrs, plots, remarks, run, score, tables
+
+__all__ = ["TITLE", "Config", "cells", "lrs", "plots", "remarks", "run", "score", "seeds", "tables", "tuning"]
+
+TITLE = "Delayed XOR, LSTM"
+
+
+def cells(preset: Preset) -> list[Config]:
+    """Return one for each method and length."""
+    return [
+        dataclasses.replace(config, net="lstm", lr=xor.learning_rate(config.method, "xor-lstm"))
+        for config in xor.cells(preset)
+    ]
+
+
+def seeds(preset: Preset) -> range:
+    """Return the paper's ten, or one."""
+    return range(10 if preset == "paper" else 1)
+
+
+def tuning(method: str) -> Config:
+    """Return a shorter run of length 32."""
+    return dataclasses.replace(xor.tuning(method), net="lstm")

@@ -1,0 +1,200 @@
+"""Delayed XOR: the data, the runs, their resumption, and what is said about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+
+import pytest
+import torch
+
+from psgd.experiments import xor, xor_lstm, xor_rank
+from psgd.experiments.experiment import Result, load, names
+from psgd.experiments.xor import LENGTHS, METHODS, PRECONDITIONERS, Config, run, score, sequences, start
+
+SMALL = Config(length=4, iterations=6, hidden=5, batch=8)
+EXPERIMENTS = [pytest.param(m, id=m.__name__.rpartition(".")[2]) for m in (xor, xor_lstm, xor_rank)]
+
+
+def result(config, seed=0):
+    records = [{"step": r.step, **r.values} for r in run(config, seed)]
+    return Result(config, seed, records, 1.0, 1.0)
+
+
+def made(losses, *, ended=False, **fields):
+    """A result with records of losses, the last one a success if `ended`."""
+    config = Config(iterations=100 * len(losses), **fields)
+    records = [
+        {"step": 100 * (i + 1), "loss": x, "solved": 0, "gradients": 1, "products": 1} for i, x in enumerate(losses)
+    ]
+    records[-1]["solved"] = int(ended)
+    return Result(config, 0, records, 1.0, 1.0)
+
+
+# --- data
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_two_signs_are_marked_in_the_first_half_and_the_label_says_whether_they_differ(length):
+    x, y = sequences(length, 1000, 0)
+    assert set(x[:, :, 0].unique().tolist()) == {-1.0, 1.0}
+    seen = set()
+    for signs, marks, label in zip(x[:, :, 0], x[:, :, 1], y, strict=True):
+        places = marks.nonzero().flatten().tolist()
+        first, second = places[0], places[-1]  # of the same place there is one mark
+        assert first <= math.ceil(0.1 * length) - 1 and math.floor(0.1 * length) <= second < 0.5 * length
+        assert label == (signs[first] != signs[second])
+        seen |= {first, second}
+    assert seen == set(range(math.ceil(0.5 * length)))
+    assert 0.4 < y.mean() < 0.6
+
+
+def test_data_are_a_function_of_the_numbers():
+    assert sequences(8, 4, 1, 2)[0].equal(sequences(8, 4, 1, 2)[0])
+    assert not sequences(8, 4, 1, 2)[0].equal(sequences(8, 4, 1, 3)[0])
+
+
+# --- runs
+
+
+@pytest.mark.parametrize("net", ["rnn", "lstm"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_both_networks(method, net):
+    config = dataclasses.replace(SMALL, method=method, lr=xor.learning_rate(method), net=net)
+    try:
+        found = result(config)
+    except ImportError as e:
+        pytest.skip(str(e))
+    assert found.records[-1]["step"] == 6 and math.isfinite(found.last("loss"))
+    assert found.last("gradients") >= 6 - 1
+    assert (found.last("products") > 0) == (method in {"psgd-lra", "adahessian", "hessian-free"} | set(PRECONDITIONERS))
+
+
+@pytest.mark.parametrize("method", ["psgd-lra", "adahessian", "adam"])
+def test_a_resumed_run_goes_on_as_if_never_interrupted(method, monkeypatch):
+    monkeypatch.setattr(xor, "EVERY", 2)
+    config = dataclasses.replace(SMALL, method=method)
+    whole = list(run(config, 3))
+    assert [r.step for r in whole] == [2, 4, 6]
+    first = next(iter(run(config, 3)))
+    saved = io.BytesIO()
+    torch.save(first.state(), saved)
+    saved.seek(0)
+    rest = list(run(config, 3, torch.load(saved, weights_only=True)))
+    assert [(r.step, r.values) for r in rest] == [(r.step, r.values) for r in whole[1:]]
+
+
+def test_success_ends_a_run_and_resuming_it_adds_nothing(monkeypatch):
+    monkeypatch.setattr(xor, "SOLVED", 10.0)
+    (record,) = run(SMALL, 0)
+    assert record.step == 1 and record.values["solved"] == 1
+    assert list(run(SMALL, 0, record.state())) == []
+
+
+def test_a_loss_that_is_not_finite_ends_a_run_without_success():
+    found = result(dataclasses.replace(SMALL, method="sgd", lr=math.inf))
+    assert found.records[-1]["loss"] is None and not found.records[-1]["solved"] and found.records[-1]["step"] < 6
+    assert score(found) == math.inf
+
+
+def test_all_methods_start_at_the_same_weights():
+    starts = [start(dataclasses.replace(SMALL, method=m), 5)[0].state_dict() for m in ("psgd-lra", "adam", "kfac")]
+    for other in starts[1:]:
+        assert all(other[k].equal(t) for k, t in starts[0].items())
+    assert not start(SMALL, 6)[0].step.weight.equal(starts[0]["step.weight"])
+
+
+def test_an_unknown_net_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match="one of rnn, lstm, got 'gru'"):
+        list(run(dataclasses.replace(SMALL, net="gru"), 0))
+
+
+def test_psgd_solves_a_short_one():
+    found = result(Config(length=5, lr=0.1, iterations=1000, hidden=8, batch=32))
+    assert found.records[-1]["solved"]
+    assert found.last("products") == found.records[-1]["step"] == found.last("gradients")
+
+
+# --- tuning
+
+
+def test_earlier_success_has_a_better_score_and_any_success_a_better_one_than_none():
+    early, late = made([0.5, 0.05, 0.05, 0.05]), made([0.5] * 4, ended=True)
+    early.records[1]["solved"] = 1
+    early = dataclasses.replace(early, records=early.records[:2])
+    assert (
+        score(early)
+        < score(late)
+        < score(made([0.1] * 4))
+        < score(made([0.7] * 4))
+        < score(made([0.7, 0.7, 0.7, None]))
+    )
+
+
+def test_rates_are_tuned_for_all_but_psgd():
+    for m in METHODS:
+        if m in PRECONDITIONERS:
+            with pytest.raises(ValueError, match="PSGD has the authors'"):
+                xor.lrs(m)
+        else:
+            low, high = xor.lrs(m)
+            assert low < xor.learning_rate(m) < high
+
+
+# --- what is said
+
+
+def test_the_laboratory_finds_them():
+    assert {"xor", "xor-lstm", "xor-rank"} <= set(names())
+    assert load("xor") is xor
+
+
+@pytest.mark.parametrize("module", EXPERIMENTS)
+@pytest.mark.parametrize("preset", ["quick", "cpu", "paper"])
+def test_cells_are_distinct_and_have_one_budget(module, preset):
+    cells = module.cells(preset)
+    assert len(set(cells)) == len(cells) and len({c.iterations for c in cells}) == 1
+    assert len(module.seeds(preset)) >= 1
+
+
+def test_the_paper_preset_is_the_papers():
+    assert {(c.method, c.length) for c in xor.cells("paper")} == {(m, n) for m in METHODS for n in LENGTHS}
+    assert all(c.iterations == 100_000 and c.batch == 128 and c.hidden == 30 for c in xor.cells("paper"))
+    assert len(xor.seeds("paper")) == len(xor_rank.seeds("paper")) == 10
+    assert [c.rank for c in xor_rank.cells("paper")] == [0, 1, 2, 5, 10]
+
+
+@pytest.mark.parametrize("module", EXPERIMENTS)
+def test_nothing_to_show_is_no_error(module):
+    assert module.tables([]) == [] and module.plots([]) == [] and module.remarks([]) == ""
+
+
+def test_success_stands_beside_the_papers():
+    results = [
+        made([0.6, 0.05], ended=True, length=32),
+        made([0.6, 0.6], length=32),
+        made([0.7, 0.7], method="sgd", length=55, lr=0.1),
+        made([None], method="adam", length=32),
+    ]
+    success, cost = xor.tables(results)
+    assert success.columns == ["method", "32", "32, paper", "55", "55, paper"]
+    assert success.rows == [
+        ["psgd-lra", "1 of 2", 1, None, 1],
+        ["sgd", None, 1, "0 of 1", 0],
+        ["adam", "0 of 1", None, None, None],
+    ]
+    assert [row[:3] for row in cost.rows] == [("psgd-lra", 32, "1 of 2"), ("sgd", 55, "0 of 1"), ("adam", 32, "0 of 1")]
+    assert str(cost.rows[0][3]) == "200" and str(cost.rows[1][4]) == "0.7" and cost.rows[2][4] is None
+    assert [p.title for p in xor.plots(results)] == ["Length 32", "Length 55", "Iterations to success"]
+    text = xor.remarks(results)
+    assert "1 of 2, misses the aim of 4 of 5" in text and "among the others: none" in text
+
+
+def test_the_trend_of_the_rank():
+    rising = [made([0.7], rank=0), made([0.05], rank=10, ended=True)]
+    assert "holds" in xor_rank.remarks(rising) and "not" not in xor_rank.remarks(rising).splitlines()[0]
+    assert "does not hold" in xor_rank.remarks([made([0.7], rank=0), made([0.7], rank=10)])
+    success, _ = xor_rank.tables(rising)
+    assert success.rows == [(0, "0 of 1", 0.1), (10, "1 of 1", 1.0)]
+    assert xor_rank.plots(rising)[0].marks[0].y == [0.0, 1.0]
