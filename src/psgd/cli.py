@@ -23,7 +23,7 @@ except ImportError as e:
 from psgd.experiments import experiment, runner, store, tune
 from psgd.experiments.pool import Pool, Processes, Ray
 from psgd.experiments.progress import Lines, Screen, duration
-from psgd.experiments.provenance import cpus
+from psgd.experiments.provenance import command, cpus
 
 app = typer.Typer(
     help="Rerun the experiments of the paper on PSGD: preconditioned SGD on Lie groups.",
@@ -93,7 +93,7 @@ def run(
         progress = Screen(console) if console.is_terminal else Lines(say)
         asked: dict[str, Any] = {"preset": preset.value, "seeds": seeds, "only": words(only), "settings": settings}
         options: dict[str, Any] = {"resume": resume, "interval": checkpoint, "progress": progress}
-        with interruptible(directory):
+        with interruptible("" if resume else " --resume"):
             failed = runner.run(name, cells, directory, pool, **options, **asked, jobs=jobs, ray=ray)
     show(directory)
     if page:
@@ -132,7 +132,7 @@ def tune_(
         environment(data)
         wanted = tune.tunable(name) if methods == ["all"] else methods
         outcomes = tune.tune(name, wanted, Processes(jobs), trials=trials, seed=seed, out=out)
-    with interruptible(None):
+    with interruptible():
         for method, found, error in outcomes:
             if error is not None:
                 failed += 1
@@ -198,12 +198,12 @@ def usage() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interruptible(directory: Path | None) -> Iterator[None]:
+def interruptible(resume: str = "") -> Iterator[None]:
     """Turn Ctrl-C into a message and its exit code."""
     try:
         yield
     except KeyboardInterrupt as e:
-        say("interrupted" + (f"; to go on: the same command with --resume (--out {directory})" if directory else ""))
+        say(f"interrupted; to go on: {command()}{resume}")
         raise typer.Exit(130) from e
 
 

@@ -77,18 +77,19 @@ def test_a_run_prints_tables_and_leaves_a_directory_that_is_not_overwritten(tmp_
     assert code == 2 and "--resume" in text
 
 
-def test_a_run_that_fails_in_part_says_so_and_exits_with_1(tmp_path):
+def test_a_run_that_fails_in_part_says_so_and_exits_with_1(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINY_TRACE", str(tmp_path / "trace"))
     command = ("run", NAME, "--preset", "quick", "--no-report", "--jobs", "1", "--seeds", "0", "--set", "method=raises")
-    code, text, error = ended(psgd(*command, "--out", tmp_path / "out", TINY_TRACE=str(tmp_path / "trace")))
+    code, text = said(*command, "--out", tmp_path / "out")
     assert code == 1
     assert "raises seed=0 failed: RuntimeError: on purpose" in text
-    assert "1 of 1 runs failed" in error and "--resume" in error
+    assert "1 of 1 runs failed" in text and "--resume" in text
 
 
 def test_tune_updates_its_file(tmp_path):
     out = tmp_path / "tuned.json"
-    code, text, error = ended(psgd("tune", NAME, "all", "--trials", "3", "--jobs", "1", "--out", out))
-    assert code == 0, error
+    code, text = said("tune", NAME, "all", "--trials", "3", "--jobs", "1", "--out", out)
+    assert code == 0, text
     assert set(json.loads(out.read_text())[NAME]) == {"sgd", "momentum"}
     assert "sgd: lr" in text and str(out) in text
 

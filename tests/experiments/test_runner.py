@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from experiments import tiny
-from frame import NAME, TESTS, alive, check, ended, expected, psgd, until, workers
+from frame import NAME, alive, check, ended, expected, psgd, until, workers
 
 from psgd.experiments import runner, store
 from psgd.experiments.cell import run_cell
@@ -17,8 +17,7 @@ from psgd.experiments.pool import Outcome, Processes, attempt
 
 
 @pytest.fixture(autouse=True)
-def reachable(monkeypatch, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+def traced(monkeypatch, tmp_path):
     monkeypatch.setenv("TINY_TRACE", str(tmp_path / "trace"))
 
 

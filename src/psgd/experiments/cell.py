@@ -28,6 +28,8 @@ def run_cell(directory: str, name: str, values: dict[str, Any], seed: int, inter
         seed: The cell's.
         interval: Seconds between checkpoints.
     """
+    if not Path(directory).exists():
+        raise ValueError(f"the run's directory must be there under the same path on every machine, got {directory!r}")
     experiment = load(name)
     config = store.rebuilt(values, experiment.Config)
     log, checkpoint, lock = store.work(Path(directory), store.cell_id(name, config, seed))

@@ -174,6 +174,8 @@ class Ray:
     def run(self, function: Callable[..., Any], tasks: Mapping[str, Task]) -> Iterator[Outcome]:
         """Yield outcomes as they come."""
         ray = self.ray
+        if not tasks:
+            return
         ray.init(**self.options, logging_level="ERROR", log_to_driver=False)
         try:
             gpus = 1 if ray.cluster_resources().get("GPU", 0) else 0

@@ -124,33 +124,38 @@ class Screen(Progress):
     def picture(self) -> RenderableType:
         """Return what is drawn."""
         ended = self.total - len(self.logs)
-        rows = Table.grid(padding=(0, 2))
+        bar, rows = Table.grid(), Table.grid(padding=(0, 2))
+        bar.add_row(ProgressBar(total=max(1, self.total), completed=ended, width=60))
         for name, record in self.running():
             rows.add_row("", name, brief(record))
-        return Group(Text(self.headline()), ProgressBar(total=max(1, self.total), completed=ended, width=60), rows)
+        return Group(Text(self.headline()), bar, rows)
 
 
 def labels(cells: Sequence[Any]) -> dict[str, str]:
-    """Return a short name for each cell: its method, what else differs among the cells, and the seed."""
-    configs = {cell.id: store.fields(cell.config) for cell in cells}
-    varied = [key for key in next(iter(configs.values()), {}) if len({str(c[key]) for c in configs.values()}) > 1]
-    others = [key for key in varied if key != "method"]
-    return {
-        cell.id: " ".join([str(c["method"]), *(f"{key}={c[key]}" for key in others), f"seed={cell.seed}"])
-        for cell in cells
-        for c in [configs[cell.id]]
-    }
+    """Return a short name for each cell: its method, the fields that differ among the method's cells, and the seed."""
+    found: dict[tuple[str, str], set[str]] = {}
+    configs = {cell.id: {key: str(value) for key, value in store.fields(cell.config).items()} for cell in cells}
+    for config in configs.values():
+        for key, value in config.items():
+            found.setdefault((config["method"], key), set()).add(value)
+
+    def name(config: Mapping[str, str], seed: int) -> str:
+        varied = (f"{key}={value}" for key, value in config.items() if len(found[config["method"], key]) > 1)
+        return " ".join([config["method"], *varied, f"seed={seed}"])
+
+    return {cell.id: name(configs[cell.id], cell.seed) for cell in cells}
 
 
 def brief(record: Mapping[str, Any] | None) -> str:
-    """Return the step of a record, and the first number that it holds.
+    """Return the step of a record, and the first number that it holds, rather not a count.
 
-    >>> brief({"step": 10, "path": [0.0, 1.0], "loss": 0.12345678, "error": 0.5})
+    >>> brief({"step": 10, "epoch": 2, "path": [0.0, 1.0], "loss": 0.12345678, "error": 0.5})
     'step 10, loss 0.1235'
     """
     if record is None:
         return "starting"
     numbers = [(k, v) for k, v in record.items() if k != "step" and isinstance(v, (int, float))]
+    numbers.sort(key=lambda item: isinstance(item[1], int))
     return ", ".join([f"step {record['step']}", *(f"{k} {v:.4g}" for k, v in numbers[:1])])
 
 

@@ -90,8 +90,6 @@ def run(
     with held(directory, name, resume=resume):
         about = provenance(directory, {"experiment": name, **asked})
         store.write_json(directory / store.PROVENANCE, about)
-        (directory / store.WORK).mkdir(exist_ok=True)
-        (directory / store.FAILED).mkdir(exist_ok=True)
         done = tidy(directory, name)
         left = {cell.id: cell for cell in cells if cell.id not in done}
         failed = []
@@ -115,15 +113,15 @@ def held(directory: Path, name: str, *, resume: bool) -> Iterator[None]:
     about = store.read_provenance(directory)
     if there and not resume:
         raise ValueError(f"{str(directory)!r} must be empty or new, or a run to go on with (--resume)")
-    if about is None and not there <= {store.LOCK, store.PROVENANCE + ".tmp"}:
+    if about is None and not there <= {store.WORK, store.PROVENANCE + ".tmp"}:
         raise ValueError(
             f"to go on with a run, its directory must hold {store.PROVENANCE}; {str(directory)!r} does not"
         )
     if about is not None and about["experiment"] != name:
         raise ValueError(f"{str(directory)!r} holds a run of {about['experiment']}, and cannot take {name}")
-    directory.mkdir(parents=True, exist_ok=True)
+    (directory / store.WORK).mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(directory / store.LOCK, timeout=0):
+        with FileLock(directory / store.WORK / "lock", timeout=0):
             yield
     except Timeout as e:
         raise ValueError(f"{str(directory)!r} must not be in use, but another run is going on in it") from e
@@ -164,6 +162,7 @@ def forget(directory: Path, cell: str) -> None:
 def fail(directory: Path, cell: Cell, error: str) -> str:
     """Keep an error, for people, and return its last line; the cell is run again by the next run."""
     about = {"config": store.fields(cell.config), "seed": cell.seed, "time": now()}
+    (directory / store.FAILED).mkdir(exist_ok=True)
     last = error.strip().splitlines()[-1]
     store.write_json(directory / store.FAILED / f"{cell.id}.json", {**about, "error": last, "traceback": error})
     return last

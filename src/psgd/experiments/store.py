@@ -5,7 +5,7 @@ cells.jsonl      one line for each finished cell, with all its records; only the
 work/ID.jsonl    the records so far of a cell under way, and
 work/ID.pt       its last checkpoint, which says how much of the records belongs to it
 failed/ID.json   the error of a cell that failed and was not repeated with success
-lock             held while a run is on
+work/lock        held while a run is on
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from psgd.experiments.experiment import Result
 from psgd.experiments.experiment import load as load_experiment
 
-PROVENANCE, CELLS, WORK, FAILED, LOCK = "run.json", "cells.jsonl", "work", "failed", "lock"
+PROVENANCE, CELLS, WORK, FAILED = "run.json", "cells.jsonl", "work", "failed"
 
 
 @dataclass(frozen=True)
