@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from psgd.diagnostics.pictures import _axes
-from psgd.experiments.report.looks import INK, REFERENCE, Look, finite, number
+from psgd.experiments.report.looks import FEW, INK, REFERENCE, Look, finite, number
 from psgd.experiments.report.looks import looks as looks_of
 from psgd.experiments.report.shades import contour_shades, shades
 from psgd.experiments.show import Contours, HeatMap, Line, Plot, Points
@@ -75,7 +75,7 @@ def draw_line(ax: Any, plot: Plot, mark: Line, look: Look) -> None:
         ax.fill_between(x, low, high, color=look.colour, alpha=0.15, linewidth=0)
     dash = REFERENCE if mark.dashed else look.dash
     style = (0, [0.6 * length for length in dash]) if dash else "-"
-    few = sum(map(math.isfinite, y)) <= 12
+    few = sum(map(math.isfinite, y)) <= (1 if mark.dashed else FEW)
     marker = MARKERS[look.marker] if few else None
     ax.plot(x, y, color=look.colour, linestyle=style, marker=marker, markersize=4, label=mark.name)
 
@@ -112,4 +112,5 @@ def draw_contours(ax: Any, mark: Contours) -> None:
     if len(mark.levels) > 1:
         ax.contourf(mark.x, mark.y, mark.values, mark.levels, colors=contour_shades(mark.levels), zorder=0)
     ax.contour(mark.x, mark.y, mark.values, mark.levels, colors="white", linewidths=0.7, zorder=0.5)
+    ax.set(xlim=(min(mark.x), max(mark.x)), ylim=(min(mark.y), max(mark.y)))  # whatever leaves the grid
     ax.grid(visible=False)

@@ -12,7 +12,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from psgd.experiments.report.interactive import Entry
-from psgd.experiments.report.looks import REFERENCE, number
+from psgd.experiments.report.looks import REFERENCE, number, spread
 from psgd.experiments.show import Line, Spread, Table
 
 
@@ -57,12 +57,13 @@ def cell(value: Any) -> str:
     """Return an entry of a table.
 
     >>> cell(Spread(0.81, 0.02, 5))
-    '0.81 <span class="spread">± 0.02 (5)</span>'
+    '0.810 <span class="spread">± 0.020 (5)</span>'
     """
     if isinstance(value, Spread):
         if value.count == 1:
             return number(value.mean)
-        return f'{number(value.mean)} <span class="spread">± {number(value.deviation, 2)} ({value.count})</span>'
+        mean, deviation = spread(value.mean, value.deviation)
+        return f'{mean} <span class="spread">± {deviation} ({value.count})</span>'
     if isinstance(value, bool):
         return "yes" if value else "no"
     return number(value) if value is None or isinstance(value, (int, float)) else escape(str(value))

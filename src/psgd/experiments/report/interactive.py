@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from bokeh.core.properties import value
 from bokeh.core.types import ID
 from bokeh.embed import json_item
-from bokeh.models import BoxZoomTool, HoverTool, PanTool, PlainText, ResetTool, SaveTool, WheelZoomTool
+from bokeh.models import BoxZoomTool, HoverTool, PanTool, PlainText, Range1d, ResetTool, SaveTool, WheelZoomTool
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from psgd.experiments.report.looks import GRID, INK, REFERENCE, SOFT, Look, finite, number
+from psgd.experiments.report.looks import FEW, GRID, INK, REFERENCE, SOFT, Look, finite, number
 from psgd.experiments.report.shades import contour_shades, shades
 from psgd.experiments.show import Contours, HeatMap, Line, Plot, Points
 
 POINTS = 600  # of a line: more than there are pixels across
+MUTED = 0.1  # what is left of a line while another is pointed at
 FONT = "system-ui, sans-serif"
 
 
@@ -65,7 +67,8 @@ def draw(plot: Plot, looks: Mapping[str, Look], target: str) -> Drawing:
     named = [part for part in fig.renderers if part.name]
     if named:
         tips = [("", "$name"), (plot.x or "x", "@x{%.5g}"), (plot.y or "y", "@y{%.4g}")]
-        fig.add_tools(HoverTool(renderers=named, tooltips=tips, formatters={"@x": "printf", "@y": "printf"}))
+        printf: Any = {"@x": "printf", "@y": "printf"}
+        fig.add_tools(HoverTool(renderers=named, tooltips=tips, formatters=printf, visible=False))
     return Drawing(json_item(fig, ID(target)), list(legend.values()))
 
 
@@ -83,6 +86,7 @@ def axes(plot: Plot) -> Any:
     options |= {"active_drag": None, "active_scroll": None, "toolbar_location": None if heat else "above"}
     fig: Any = figure(sizing_mode="stretch_both", tools=tools, **options)
     fig.toolbar.logo = None
+    fig.toolbar.autohide = True  # and out of the way on paper
     fig.outline_line_color = None
     fig.min_border_right = 12
     fig.xgrid.grid_line_color = fig.ygrid.grid_line_color = None if heat else GRID
@@ -111,11 +115,13 @@ def draw_line(fig: Any, plot: Plot, mark: Line, look: Look) -> list[Any]:
     parts: list[Any] = []
     if "low" in data and "high" in data:
         inside = {key: values[np.isfinite(data["low"] + data["high"] + data["x"])] for key, values in data.items()}
-        parts.append(fig.varea("x", "low", "high", source=inside, color=look.colour, fill_alpha=0.15))
-    style = {"color": look.colour, "name": mark.name, "source": data}
+        parts.append(
+            fig.varea("x", "low", "high", source=inside, color=look.colour, fill_alpha=0.15, muted_fill_alpha=0.02)
+        )
+    style = {"color": look.colour, "muted_alpha": MUTED, "name": mark.name, "source": data}
     dash = list(REFERENCE if mark.dashed else look.dash)
     parts.append(fig.line("x", "y", line_width=2, line_dash=dash, line_join="round", **style))
-    if np.isfinite(data["y"]).sum() <= 12:
+    if np.isfinite(data["y"]).sum() <= (1 if mark.dashed else FEW):
         parts.append(fig.scatter("x", "y", size=6, marker=look.marker, **style))
     return parts
 
@@ -125,7 +131,15 @@ def draw_points(fig: Any, plot: Plot, mark: Points, look: Look) -> list[Any]:
     data = {"x": finite(mark.x, positive=plot.x_log), "y": finite(mark.y, positive=plot.y_log)}
     return [
         fig.scatter(
-            "x", "y", source=data, size=9, marker=look.marker, color=look.colour, fill_alpha=0.6, name=mark.name
+            "x",
+            "y",
+            source=data,
+            size=9,
+            marker=look.marker,
+            color=look.colour,
+            fill_alpha=0.7,
+            muted_alpha=MUTED,
+            name=mark.name,
         )
     ]
 
@@ -139,9 +153,9 @@ def draw_heat(fig: Any, mark: HeatMap) -> None:
     ]
     data = dict(zip(("x", "y", "text", "fill", "ink"), map(list, zip(*cells, strict=True)), strict=False))
     fig.rect("x", "y", 1, 1, source=data, fill_color="fill", line_color="#ffffff", line_width=2)
-    font = {"text_font": FONT, "text_font_size": "12px", "text_align": "center", "text_baseline": "middle"}
+    font = {"text_font": value(FONT), "text_font_size": "12px", "text_align": "center", "text_baseline": "middle"}
     fig.text("x", "y", "text", source=data, text_color="ink", **font)
-    fig.add_tools(HoverTool(tooltips=[("", "@y, @x"), ("", "@text")], renderers=fig.renderers[:1]))
+    fig.add_tools(HoverTool(tooltips=[("", "@y, @x"), ("", "@text")], renderers=fig.renderers[:1], visible=False))
 
 
 def draw_contours(fig: Any, mark: Contours) -> None:
@@ -151,7 +165,8 @@ def draw_contours(fig: Any, mark: Contours) -> None:
         fill_color=contour_shades(mark.levels), line_color="#ffffff", line_width=1,
     )  # fmt: skip
     drawn.level = "underlay"
-    fig.x_range.range_padding = fig.y_range.range_padding = 0
+    # What leaves the grid is not worth a larger picture.
+    fig.x_range, fig.y_range = (Range1d(start=min(t), end=max(t)) for t in (mark.x, mark.y))
     fig.xgrid.grid_line_color = fig.ygrid.grid_line_color = None
 
 

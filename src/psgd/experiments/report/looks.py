@@ -12,9 +12,10 @@ from psgd.diagnostics.pictures import BLUE, GREEN, ORANGE
 from psgd.experiments.show import Line, Plot, Points
 
 COLOURS = (BLUE, ORANGE, GREEN, "#CC79A7", "#E69F00", "#882255", "#56B4E9", "#444444")  # of Okabe and Ito, and of Tol
-DASHES: tuple[tuple[int, ...], ...] = ((), (2, 2), (8, 3, 2, 3), (8, 3, 2, 3, 2, 3))
+DASHES: tuple[tuple[int, ...], ...] = ((), (2, 2), (8, 3, 2, 3), (14, 4), (8, 3, 2, 3, 2, 3), (14, 3, 4, 3))
 REFERENCE = (6, 4)
 MARKERS = ("circle", "square", "triangle", "diamond")
+FEW = 12  # points of a line that are marked
 INK, SOFT, GRID = "#1a1a1a", "#666666", "#e6e6e6"
 
 
@@ -53,19 +54,38 @@ def look(i: int) -> Look:
 def number(value: Any, digits: int = 4) -> str:
     """Return a number as short text.
 
-    >>> [number(x) for x in (None, 3, 12000, 0.123456, 1.5e-7, 2.0e30, math.nan, math.inf, -0.5)]
-    ['–', '3', '12,000', '0.1235', '1.5e−7', '2e30', '–', '∞', '−0.5']
+    >>> [number(x) for x in (None, 3, 12000, 0.123456, 12345.6, 1.5e-7, 2.0e30, math.nan, math.inf, -0.5)]
+    ['–', '3', '12,000', '0.1235', '12,350', '1.5e−7', '2e30', '–', '∞', '−0.5']
     """
     if value is None or value != value:
         return "–"
-    if isinstance(value, int):
-        text = f"{value:,}" if abs(value) >= 10000 else str(value)
-    elif math.isinf(value):
+    if math.isinf(value):
         text = "∞" if value > 0 else "-∞"
+    elif isinstance(value, int) or 1e4 <= abs(value) < 1e5:
+        text = thousands(value if isinstance(value, int) else int(float(f"{value:.{digits}g}")))
+    elif value == 0 or 1e-4 <= abs(value) < 1e4:
+        text = f"{float(f'{value:.{digits}g}'):g}"
     else:
-        mantissa, _, exponent = f"{value:.{digits}g}".partition("e")
-        text = f"{mantissa}e{int(exponent)}" if exponent else mantissa
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        text = f"{float(mantissa):g}e{int(exponent)}"
     return text.replace("-", "−")
+
+
+def thousands(value: int) -> str:
+    """Return a whole number, with commas if it is long."""
+    return f"{value:,}" if abs(value) >= 10000 else str(value)
+
+
+def spread(mean: float, deviation: float) -> tuple[str, str]:
+    """Return a mean and its deviation, both with as many decimals as the deviation has two digits.
+
+    >>> spread(2.71234, 0.267), spread(107.0, 7.0), spread(1.5e-9, 2e-10), spread(938.0, 0.0)
+    (('2.71', '0.27'), ('107.0', '7.0'), ('1.5e−9', '2e−10'), ('938', '0'))
+    """
+    if not 1e-4 <= deviation < 1e4 or abs(mean) >= 1e5:
+        return number(mean), number(deviation, 2)
+    decimals = max(0, 1 - math.floor(math.log10(deviation)))
+    return f"{mean:.{decimals}f}".replace("-", "−"), f"{deviation:.{decimals}f}"
 
 
 def finite(values: Sequence[Any], *, positive: bool = False) -> list[float]:

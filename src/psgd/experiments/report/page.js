@@ -1,4 +1,4 @@
-// Draws the plots, and lets the legends hide and show.
+// Draws the plots. A click on a name hides it or shows it, a double click leaves it alone, pointing at it picks it out.
 "use strict";
 for (const source of document.querySelectorAll("script[data-plot]")) {
   const item = JSON.parse(source.textContent);
@@ -10,7 +10,15 @@ for (const source of document.querySelectorAll("script[data-plot]")) {
       for (const id of button.dataset.parts.split(" ")) drawing.get_model_by_id(id).visible = on;
     };
     const shown = (button) => button.getAttribute("aria-pressed") === "true";
+    const point = (button) => {
+      for (const other of buttons) {
+        const muted = button !== null && shown(button) && other !== button;
+        for (const id of other.dataset.parts.split(" ")) drawing.get_model_by_id(id).muted = muted;
+      }
+    };
     for (const button of buttons) {
+      button.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && point(button));
+      button.addEventListener("pointerleave", () => point(null));
       button.addEventListener("click", () => show(button, !shown(button)));
       button.addEventListener("dblclick", () => {
         const alone = buttons.every((other) => other === button || !shown(other));

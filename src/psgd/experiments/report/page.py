@@ -6,8 +6,9 @@ import base64
 import hashlib
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -48,7 +49,7 @@ def write(directories: Sequence[str | Path], out: str | Path | None = None) -> P
     if not directories:
         raise ValueError("a report needs at least one run, got none")
     path = Path(out) if out is not None else Path(directories[0]) / "report.html"
-    chapters = [chapter(store.load(d), f"run-{i}") for i, d in enumerate(directories, 1)]
+    chapters = distinct([chapter(store.load(d), f"run-{i}") for i, d in enumerate(directories, 1)], directories)
     path.parent.mkdir(parents=True, exist_ok=True)
     with store.replacing(path) as file:
         file.write(page(chapters).encode())
@@ -75,16 +76,27 @@ def chapter(run: store.Run, id_: str) -> Chapter:
     return Chapter(id_, module.TITLE, about, run, tables, plots, told(module.remarks, ""), troubles)
 
 
+def distinct(chapters: Sequence[Chapter], directories: Sequence[str | Path]) -> list[Chapter]:
+    """Tell runs of the same experiment apart by the names of their directories."""
+    titles = [c.title for c in chapters]
+    named = zip(chapters, directories, strict=True)
+    return [replace(c, title=f"{c.title} ({Path(d).name})") if titles.count(c.title) > 1 else c for c, d in named]
+
+
 def save_plots(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
     """Draw the plots into files, named after the experiments and the plots."""
     known = looks(plot for c in chapters for plot in c.plots)
     saved: list[Path] = []
+    times: Counter[str] = Counter()
     for c in chapters:
         for plot in filter(drawable, c.plots):
             name = slug(f"{c.run.name} {plot.title}")
-            while (path := folder / f"{name}.png") in saved:
-                name += "-again"
-            saved.append(figures.save(plot, path, known))
+            times[name] += 1
+            suffix = f"-{times[name]}" if times[name] > 1 else ""
+            try:
+                saved.append(figures.save(plot, folder / f"{name}{suffix}.png", known))
+            except Exception:  # the page says why
+                log.exception("the plot %s", plot.title)
     return saved
 
 
@@ -131,7 +143,8 @@ def contents(chapters: Sequence[Chapter]) -> str:
         shown += [(f"{c.id}-plot-{i}", plot.title) for i, plot in enumerate(c.plots)]
         shown += [(f"{c.id}-cost", "Cost"), (f"{c.id}-settings", "Settings and provenance")]
         inside = "".join(f'<li><a href="#{id_}">{escape(title)}</a></li>' for id_, title in shown)
-        items.append(f'<li><a href="#{c.id}">{escape(c.title)}</a>\n<ul>{inside}</ul></li>')
+        title = "" if len(chapters) == 1 else f'<a href="#{c.id}">{escape(c.title)}</a>\n'
+        items.append(f"<li>{title}<ul>{inside}</ul></li>")
     return f'<nav aria-label="Contents">\n<ul>\n{"".join(items)}\n</ul>\n</nav>'
 
 

@@ -50,4 +50,4 @@ def contour_shades(levels: Sequence[float]) -> list[str]:
     from matplotlib.colors import to_hex
 
     spaces = max(len(levels) - 1, 1)
-    return [to_hex(colormaps["Blues"](0.4 * i / spaces)) for i in range(spaces)]
+    return [to_hex(colormaps["Greys"](0.04 + 0.26 * i / spaces)) for i in range(spaces)]
