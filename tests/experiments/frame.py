@@ -22,13 +22,7 @@ TESTS = Path(__file__).parents[1]
 
 def environment(**more: str) -> dict[str, str]:
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "error::ResourceWarning",
-        **more,
-    }
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def psgd(*arguments: Any, **variables: str) -> subprocess.Popen[str]:
@@ -88,3 +82,9 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def sleep(path: str) -> None:
+    """Be busy for long, and say where."""
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)

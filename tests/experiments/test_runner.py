@@ -3,13 +3,15 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from experiments import tiny
-from frame import NAME, alive, check, ended, expected, psgd, until, workers
+from frame import NAME, alive, check, ended, environment, expected, psgd, until, workers
 
 from psgd.experiments import runner, store
 from psgd.experiments.cell import run_cell
@@ -160,6 +162,17 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
     code, _, error = ended(psgd(*GRID, "--jobs", "2", "--out", out, "--resume"))
     assert code == 0, error
     check(out, 4)
+
+
+def test_a_worker_dies_with_its_parent_in_the_middle_of_a_task(tmp_path):
+    code = "import sys, frame; from psgd.experiments.pool import Processes; "
+    code += "next(Processes(1).run(frame.sleep, {'a': (sys.argv[1],)}))"
+    path = tmp_path / "asleep"
+    parent = subprocess.Popen([sys.executable, "-c", code, path], env=environment(), cwd=Path(__file__).parent)
+    worker = int(until(lambda: path.exists() and path.read_text()))
+    parent.kill()
+    parent.wait()
+    until(lambda: not alive(worker), 10)
 
 
 def test_kill_9_at_any_time(tmp_path):

@@ -2,6 +2,7 @@ import json
 import math
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from experiments import tiny
@@ -81,17 +82,19 @@ def test_methods_that_cannot_be_tuned_are_refused():
         tune.tune(NAME, ["sgd"], Here(), trials=0)
 
 
-def several(path: Path, worker: int) -> None:
-    for i in range(5):
+def several(path: Path, worker: int, start: Any) -> None:
+    start.wait()
+    for i in range(30):
         tune.update(path, "experiment", f"{worker} {i}", {"lr": 0.1})
 
 
 def test_several_processes_may_write_the_file_at_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     path = tmp_path / "tuned.json"
-    processes = [context.Process(target=several, args=(path, i)) for i in range(2)]
+    start = context.Barrier(2)
+    processes = [context.Process(target=several, args=(path, i, start)) for i in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert len(json.loads(path.read_text())["experiment"]) == 10
+    assert len(json.loads(path.read_text())["experiment"]) == 60
