@@ -173,7 +173,7 @@ MUTANTS = [
         "U and V moved together",
         "groups/low_rank.py",
         '"ell_U": ell}',
-        '"ell_U": ell, "V": v - size * (g + v @ (u.mT @ g))}',
+        '"ell_U": ell, "V": subtract_product(v, size, self.apply_t(q, a).mT, b)}',
         "LowRank",
     ),
     Mutant(
@@ -183,7 +183,13 @@ MUTANTS = [
         "solve(self._small(q).mT, x",
         "LowRank",
     ),
-    Mutant("V moved as U", "groups/low_rank.py", "g + v @ (u.mT @ g)", "g + g @ (u.mT @ v)", "LowRank"),
+    Mutant(
+        "V moved as U", "groups/low_rank.py", "self.apply_t(q, a).mT, b)", "a.mT, b @ self._small(q).mT)", "LowRank"
+    ),
+    Mutant("both terms added", "groups/low_rank.py", "-rows(minus[1])", "rows(minus[1])", "LowRank"),
+    Mutant(
+        "norm of all counts twice", "groups/low_rank.py", "triangle[:, pairs:] @ b[pairs:]", "triangle @ b", "LowRank"
+    ),
     Mutant("norm of G, not of G Vᵀ", "groups/low_rank.py", "t @ gram + slack * t", "t", "LowRank"),
     Mutant(
         "norm trusts the Gram matrix",

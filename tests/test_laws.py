@@ -307,6 +307,20 @@ def test_low_rank_step_is_bounded_where_its_gram_matrix_is_not_accurate():
         assert torch.linalg.matrix_norm(change, 2) < 0.91
 
 
+@pytest.mark.parametrize("coin", [True, False])
+def test_low_rank_memory_is_the_norm_of_both_terms(coin: bool):
+    """ℓ = ‖E₊‖_F + ‖E₋‖_F of Smoothed, with E₊ = a aᵀVVᵀ on A_V(U) and UUᵀa aᵀ on A_U(V), and E₋ of b."""
+    group = LowRank(2)
+    q = walked(group, 6) | {"ell_U": torch.zeros(()), "ell_V": torch.zeros(())}
+    v, h = pair(6, 3)
+    matrix, (u, w) = group.matrix(q, 6), (q["U"], q["V"])
+    terms = []
+    for x in (matrix @ h, torch.linalg.solve(matrix.mT, v)):
+        e = torch.outer(x, x)
+        terms.append(torch.linalg.matrix_norm(e @ w @ w.mT if coin else u @ u.mT @ e))
+    near(group.fit(q, v, h, coin=coin)["ell_U" if coin else "ell_V"], terms[0] + terms[1], 1e-7)
+
+
 def test_a_huge_pair_does_not_freeze_a_float32_fit():
     for group in (Dense(), Triangular(), Normalization(), IncompleteTriangular(2), lra(2)):
         q = walked(group, 4, dtype=torch.float32)
