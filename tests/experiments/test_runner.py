@@ -136,16 +136,16 @@ def test_a_cell_goes_on_from_its_checkpoint(tmp_path, monkeypatch, kept):
     assert torch.load(checkpoint, weights_only=True)["finished"]
 
 
-SETTINGS = ("--set", "steps=40", "--set", "pause=0.02")
-GRID = ("run", NAME, "--preset", "quick", "--no-report", "--seeds", "0:2", *SETTINGS, "--checkpoint", "0.1")
+GRID = ("run", NAME, "--preset", "quick", "--no-report", "--seeds", "0:2", "--set", "pause=0.02", "--checkpoint", "0.1")
 
 
-def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
+def kill_and_resume(tmp_path: Path, kills: int, steps: int, seed: int) -> None:
     """Kill the run, or one of its workers, at random moments, and go on each time; then compare."""
     chance = random.Random(seed)
     out = tmp_path / "out"
+    command = (*GRID, "--set", f"steps={steps}", "--jobs", "2", "--out", out, "--resume")
     for i in range(kills):
-        process = psgd(*GRID, "--jobs", "2", "--out", out, "--resume")
+        process = psgd(*command)
         until(lambda: process.poll() is not None or workers(process.pid))  # noqa: B023
         if chance.random() < 0.7:
             until(lambda: process.poll() is not None or list((out / store.WORK).glob("*.jsonl")))  # noqa: B023
@@ -159,7 +159,7 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
             process.kill()
             ended(process)
             until(lambda: not any(alive(victim) for victim in victims), 20)  # noqa: B023
-    code, _, error = ended(psgd(*GRID, "--jobs", "2", "--out", out, "--resume"))
+    code, _, error = ended(psgd(*command))
     assert code == 0, error
     check(out, 4)
 
@@ -176,13 +176,13 @@ def test_a_worker_dies_with_its_parent_in_the_middle_of_a_task(tmp_path):
 
 
 def test_kill_9_at_any_time(tmp_path):
-    kill_and_resume(tmp_path, kills=2, seed=0)
+    kill_and_resume(tmp_path, kills=2, steps=40, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_kill_9_at_any_time_many_times(tmp_path, seed):
-    kill_and_resume(tmp_path, kills=12, seed=seed)
+    kill_and_resume(tmp_path, kills=12, steps=300, seed=seed)
 
 
 def test_two_runs_in_one_directory_are_refused_and_ctrl_c_ends_a_run(tmp_path):
