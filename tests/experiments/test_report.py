@@ -118,7 +118,8 @@ def test_ids_are_unique_and_links_lead_somewhere(pages: Path) -> None:
     text = without_scripts(pages)
     ids = re.findall(r' id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
-    assert set(re.findall(r'href="#([^"]+)"', text)) - {"run-2-cost"} <= set(ids)
+    links = set(re.findall(r'href="#([^"]+)"', text))
+    assert {"run-1", "run-2", "run-3", "run-1-table-0", "run-1-plot-0", "run-1-cost"} <= links <= set(ids)
 
 
 def test_tables_align_numbers_and_show_spreads() -> None:

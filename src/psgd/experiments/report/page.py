@@ -141,7 +141,8 @@ def contents(chapters: Sequence[Chapter]) -> str:
     for c in chapters:
         shown = [(f"{c.id}-table-{i}", table.title) for i, table in enumerate(c.tables)]
         shown += [(f"{c.id}-plot-{i}", plot.title) for i, plot in enumerate(c.plots)]
-        shown += [(f"{c.id}-cost", "Cost"), (f"{c.id}-settings", "Settings and provenance")]
+        shown += [(f"{c.id}-cost", "Cost")] if c.run.results else []
+        shown += [(f"{c.id}-settings", "Settings and provenance")]
         inside = "".join(f'<li><a href="#{id_}">{escape(title)}</a></li>' for id_, title in shown)
         title = "" if len(chapters) == 1 else f'<a href="#{c.id}">{escape(c.title)}</a>\n'
         items.append(f"<li>{title}<ul>{inside}</ul></li>")
