@@ -34,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 160)  # a log has no width to fold tables to
 JOBS = cpus()
 
 

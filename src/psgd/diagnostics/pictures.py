@@ -34,7 +34,8 @@ _STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def _axes(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[tuple[Figure, Any]]:
+def axes_in_style(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[tuple[Figure, Any]]:
+    """Yield a figure and its axes, to be drawn on in the style of all pictures here."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -55,7 +56,7 @@ def spectra(before: Density, after: Density) -> Figure:
     least = max(min(float(t.amin()) for t in ends), most * 1e-7)  # nearer to zero is rounding
     width = max(0.03, math.log10(most / least) / 80)  # of a Gaussian, in decades
     grid = torch.arange(math.log10(least) - 5 * width, math.log10(most) + 5 * width, width / 4, dtype=torch.float64)
-    with _axes(2, 1, (5.2, 4.2), sharex=True, sharey=True) as (figure, axes):
+    with axes_in_style(2, 1, (5.2, 4.2), sharex=True, sharey=True) as (figure, axes):
         highest, titles = 1.0, (r"$H$", r"$P^{1/2}HP^{1/2}$")
         for ax, density, title in zip(axes, (before, after), titles, strict=True):
             for sign, colour, name in ((1, BLUE, r"$\lambda>0$"), (-1, ORANGE, r"$\lambda<0$")):
@@ -92,7 +93,7 @@ def eigenvalue_dynamics(rows: Sequence[Mapping[str, float]], n: int | None = Non
         raise ValueError("eigenvalue_dynamics needs at least one row, got none")
     steps = [row["step"] for row in rows]
     low, high = ([row[key] for row in rows] for key in ("smallest_p", "largest_p"))
-    with _axes(1, 1, (5.2, 3.0)) as (figure, ax):
+    with axes_in_style(1, 1, (5.2, 3.0)) as (figure, ax):
         ax.fill_between(steps, low, high, color=GREY, alpha=0.12, linewidth=0)
         curves = [(high, BLUE, r"$\lambda_{\max}(P)$"), (low, ORANGE, r"$\lambda_{\min}(P)$")]
         if n is not None:
@@ -123,7 +124,7 @@ def flatness_pairs(
     """
     if len(first) != len(second) or not first:
         raise ValueError(f"flatness_pairs needs as many of the first as of the second, got {len(first)}, {len(second)}")
-    with _axes(1, 2, (6.6, 3.2), sharey=True) as (figure, axes):
+    with axes_in_style(1, 2, (6.6, 3.2), sharey=True) as (figure, axes):
         for ax, i, label in zip(axes, (0, 2), ("training loss", "test error"), strict=True):
             for a, b in zip(first, second, strict=True):
                 arrow = {"arrowstyle": "-|>", "color": GREY, "alpha": 0.6, "linewidth": 0.9, "shrinkA": 3, "shrinkB": 3}
@@ -148,7 +149,7 @@ def directions(
     >>> len(directions(t, {"sharpest": t**2}, {"sharpest": 2.0}).axes[0].lines)
     3
     """
-    with _axes(1, 1, (5.2, 3.2)) as (figure, ax):
+    with axes_in_style(1, 1, (5.2, 3.2)) as (figure, ax):
         for (name, values), colour in zip(losses.items(), (ORANGE, BLUE, GREEN, GREY) * len(losses), strict=False):
             ax.plot(distances, values, color=colour, label=name)
             if curvatures and name in curvatures:
@@ -176,7 +177,7 @@ def matrices(group: Group, q: Point, n: int) -> Figure:
     from matplotlib.colors import ListedColormap
 
     matrix = group.matrix(q, n).detach().double().cpu()
-    with _axes(2, 2, (5.4, 5.0)) as (figure, axes):
+    with axes_in_style(2, 2, (5.4, 5.0)) as (figure, axes):
         for row, name, m in zip(axes, ("Q", "P=Q^TQ"), (matrix, matrix.mT @ matrix), strict=True):
             limit = float(m.abs().amax())
             there = m.abs() > 1e-7 * limit

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from psgd.diagnostics.pictures import _axes
+from psgd.diagnostics.pictures import axes_in_style
 from psgd.experiments.report.looks import FEW, INK, REFERENCE, Look, finite, number
 from psgd.experiments.report.looks import looks as looks_of
 from psgd.experiments.report.shades import contour_shades, shades
@@ -31,7 +31,8 @@ def draw(plot: Plot, looks: Mapping[str, Look] | None = None) -> Figure:
     looks = looks or looks_of([plot])
     heat = next((mark for mark in plot.marks if isinstance(mark, HeatMap)), None)
     size = (1.8 + 0.62 * len(heat.x), 1.2 + 0.34 * len(heat.y)) if heat else (6.4, 3.8)
-    with mpl.rc_context({"text.parse_math": False}), _axes(1, 1, size) as (figure, ax):  # a name may hold a dollar
+    # a name may hold a dollar
+    with mpl.rc_context({"text.parse_math": False}), axes_in_style(1, 1, size) as (figure, ax):
         ax.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
         for mark in plot.marks:
             if isinstance(mark, HeatMap):
