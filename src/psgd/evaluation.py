@@ -28,12 +28,14 @@ def hvp(loss: Tensor, params: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Gr
     return [None if gi is None else gi.detach() for gi in g], _second(g, params, v)
 
 
-def _second(g: Sequence[Tensor | None], params: Sequence[Tensor], v: Sequence[Tensor]) -> Gradients:
+def _second(
+    g: Sequence[Tensor | None], params: Sequence[Tensor], v: Sequence[Tensor], retain_graph: bool = True
+) -> Gradients:
     live = [(gi, vi) for gi, vi in zip(g, v, strict=True) if gi is not None and gi.requires_grad]
     found: Sequence[Tensor | None] = [None] * len(params)
     if live:
         outputs, probes = zip(*live, strict=True)
-        found = torch.autograd.grad(outputs, params, probes, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(outputs, params, probes, retain_graph=retain_graph, allow_unused=True)
     zeros = (None if gi is None else torch.zeros_like(gi) for gi in g)
     return [z if hi is None or z is None else hi.detach() for hi, z in zip(found, zeros, strict=True)]
 
@@ -49,6 +51,7 @@ class Intercept(TorchFunctionMode):
         super().__init__()
         self.params, self.v, self.scale = params, v, scale
         self.h: Gradients = [None] * len(params)
+        self.g: Gradients = []  # of the last backward pass
         self.called, self.error = False, ""
         self.partial = ""
         self.suspects: set[str] = set()
@@ -67,7 +70,7 @@ class Intercept(TorchFunctionMode):
             self.autocast = torch.get_autocast_dtype(self.params[0].device.type)
         return func(*args, **kwargs)
 
-    def _take(self, loss: Any, gradient: Any = None, *_: Any, grad_tensors: Any = None) -> None:
+    def _take(self, loss: Any, gradient: Any = None, *_: Any, grad_tensors: Any = None, retain: bool = True) -> None:
         outputs = [loss] if isinstance(loss, Tensor) else list(loss)
         weights = gradient if gradient is not None else grad_tensors
         weights = [weights] if isinstance(weights, Tensor) else weights
@@ -80,7 +83,8 @@ class Intercept(TorchFunctionMode):
             assert self.v is not None
             if self.suspects and "Error" in nodes([gi for gi in g if gi is not None]):
                 raise RuntimeError("a function in this model is marked with @once_differentiable")
-            for i, hi in enumerate(_second(g, self.params, self.v)):
+            self.g = [None if gi is None else gi.detach() for gi in g]
+            for i, hi in enumerate(_second(g, self.params, self.v, retain)):
                 if hi is not None:
                     old = self.h[i]
                     self.h[i] = hi / self.scale if old is None else old + hi / self.scale
@@ -96,17 +100,19 @@ PARTIAL = (
 
 def nodes(outputs: Sequence[Any]) -> dict[str, Any]:
     """Return the nodes of a graph, one for each name."""
+    return {node.name().split("::")[-1]: node for node in walk(outputs)}
+
+
+def walk(outputs: Sequence[Any]) -> Iterator[Any]:
+    """Iterate over the nodes of a graph."""
     seen: set[Any] = set()
-    found: dict[str, Any] = {}
     stack = [t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn is not None]
     while stack:
         node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        found[node.name().split("::")[-1]] = node
-        stack.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
-    return found
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(next_node for next_node, _ in node.next_functions if next_node is not None)
 
 
 def suspects(outputs: Sequence[Any]) -> tuple[set[str], str]:
@@ -206,12 +212,38 @@ class Evaluation:
     def _run(self, mode: Intercept) -> Gradients:
         with torch.enable_grad(), _captured(self.params) as grads, mode:
             self._call()
-            if not mode.called:
+            if not mode.called and not self._gradient_of_the_product(mode):
                 self._backward()
         return [p.grad if g is None else g for g, p in zip(grads, self.params, strict=True)] if mode.called else []
 
+    @property
+    def _loss(self) -> Any:
+        return self.out[0] if isinstance(self.out, (tuple, list)) and self.out else self.out
+
+    def _gradient_of_the_product(self, mode: Intercept) -> bool:
+        """Put the gradient that the product was taken from into .grad, if a backward pass would do nothing else."""
+        loss, ours = self._loss, set(self.params)
+        hooks = any(len(p._post_accumulate_grad_hooks or ()) > 1 for p in self.params)  # one is our own
+        if not mode.v or hooks or not isinstance(loss, Tensor) or torch.distributed.is_initialized():
+            return False
+        if loss.numel() != 1 or not ours.issuperset(n.variable for n in walk([loss]) if hasattr(n, "variable")):
+            return False
+        with torch._C.DisableTorchFunction():
+            mode._take(loss, retain=False)  # else whoever keeps the loss would keep its graph
+        if mode.error:  # half of the graph may be gone: evaluate again, as it was
+            _set_rng(self.params, self._rng)
+            with torch.no_grad():
+                for buffer, was in self._buffers:
+                    buffer.copy_(was)
+            self._call()
+            return False
+        mode.called = True
+        for p, g in zip(self.params, mode.g, strict=True):
+            p.grad = g
+        return True
+
     def _backward(self) -> None:
-        loss = self.out[0] if isinstance(self.out, (tuple, list)) and self.out else self.out
+        loss = self._loss
         if self.params and isinstance(loss, Tensor) and loss.requires_grad:
             for p in self.params:
                 p.grad = None

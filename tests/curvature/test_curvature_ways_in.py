@@ -409,3 +409,73 @@ def test_a_network_that_starts_on_its_kinks_gets_the_exact_product_as_soon_as_it
         for _ in range(3):
             opt.step(lambda: F.mse_loss(model(x), y))
     assert opt.source is psgd.hessian
+
+
+class HalfSquare(torch.autograd.Function):
+    """x²/2, whose second derivative fails from the second step on."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square() / 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return Product.apply(g, x)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, g, x):
+        ctx.save_for_backward(g, x)
+        return g * x
+
+    @staticmethod
+    def backward(ctx, c):
+        if HalfSquare.fails:
+            raise RuntimeError("no second derivative any more")
+        g, x = ctx.saved_tensors
+        return c * x, c * g
+
+
+@pytest.mark.filterwarnings("ignore:PSGD uses finite differences")
+def test_a_product_that_fails_halfway_leaves_a_right_gradient(monkeypatch):
+    """Taking it frees the graph as it goes; the loss is then evaluated again, with the same dropout."""
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    opt = PSGD([x], lr=0.0, precond_prob=1.0)
+
+    def loss():
+        return HalfSquare.apply(F.dropout(x.exp(), 0.5)).sum()
+
+    for fails in (False, True):
+        monkeypatch.setattr(HalfSquare, "fails", fails)
+        state = torch.get_rng_state()
+        opt.step(loss)
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        expected = torch.autograd.grad(loss(), x)[0]
+        assert torch.equal(after, torch.get_rng_state())
+        torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_loss_that_is_kept_keeps_no_graph():
+    x = torch.ones(10, requires_grad=True)
+    opt = PSGD([x], lr=0.0, curvature=psgd.hessian, precond_prob=1.0)
+    loss = opt.step(lambda: x.exp().sum())
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_gradients_of_others_and_hooks_are_not_forgotten():
+    """A backward pass does more than a gradient where the loss reaches other parameters, or somebody listens."""
+    x, other = (torch.ones(3, requires_grad=True) for _ in range(2))
+    opt = PSGD([x], lr=0.0, curvature=psgd.hessian, precond_prob=1.0)
+    opt.step(lambda: (x.square() * other).sum())
+    assert torch.equal(other.grad, torch.ones(3))
+    heard = []
+    x.register_post_accumulate_grad_hook(heard.append)
+    opt.step(lambda: x.pow(3).sum())
+    assert len(heard) == 1
