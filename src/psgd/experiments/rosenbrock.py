@@ -59,8 +59,8 @@ SMALL = 1e-30
 BLOCK = 50
 """Steps in a record."""
 
-LBFGS = {"max_iter": 1, "history_size": 10, "tolerance_grad": 0.0, "tolerance_change": 0.0}
-"""A step is one iteration, and there is always another."""
+LBFGS = {"max_iter": 1, "max_eval": 100, "history_size": 10, "tolerance_grad": 0.0, "tolerance_change": 0.0}
+"""A step is one iteration, with as many evaluations as its line search wants, and there is always another."""
 
 BUILDERS: dict[str, Build] = {
     "psgd": preconditioned(
