@@ -6,7 +6,7 @@ Names and order of the baselines are those of torch-optimizer's example, whose p
 100 steps.
 
 Where we differ, it is in favour of the baselines, and the same for all of them. Rates are tuned for what the table
-reports, the best loss of 500 steps (there: the distance from (1, 1) after 100), in 200 trials, over one wide range.
+reports, the best loss of 500 steps (there: the distance from (1, 1) after 100), over one wide range, with equal trials.
 A2Grad has no rate; we tune its Lipschitz constant. What relies on differences of gradients or on Hessian products
 of the function itself (L-BFGS, Hessian-free, PSGD) is not clipped: a clipped gradient is not one of any function.
 PSGD is not tuned: its setting is that of the class's docstring, with default options for the rest. All is float64.
