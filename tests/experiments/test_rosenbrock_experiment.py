@@ -65,6 +65,12 @@ def test_psgd_and_lbfgs_see_the_gradient_as_it_is():
         assert not rosenbrock.build(Config(name), 0)[0].x._backward_hooks
 
 
+def test_a_step_of_lbfgs_may_search_along_its_line():
+    r = result(Config("lbfgs-wolfe", 1.0, steps=60))
+    assert rosenbrock.best(r) < rosenbrock.SMALL
+    assert r.last("gradients") > 60
+
+
 def test_what_is_lost_ends_early_and_its_best_still_counts():
     r = result(Config("lbfgs", 50.0))
     assert len(rosenbrock.losses(r)) < r.config.steps

@@ -372,7 +372,7 @@ def remarks(results: Sequence[Result]) -> str:
         nearest = min((n for n in middle if n not in also), key=lambda n: middle[n], default=None)
         said.append(
             f"Tuned for what is reported, {len(better)} of {len(both)} baselines do better here than in the paper, "
-            "whose order of baselines says more about the tuning than about them."
+            "whose rates were probably tuned for the distance after 100 steps."
         )
         if nearest is not None:
             said.append(f"The best of the rest is {nearest} with {middle[nearest]:.2g}.")
