@@ -57,7 +57,7 @@ def list_() -> None:
     table = rich.table.Table("name", "title", *Preset.__members__, box=rich.box.SIMPLE_HEAD)
     for name in experiment.names():
         module = experiment.load(name)
-        counts = (len(module.cells(preset)) * len(module.seeds(preset)) for preset in Preset.__members__)
+        counts = (len(runner.grid(name, preset.value)) for preset in Preset)
         table.add_row(name, module.TITLE, *map(str, counts))
     console.print(table)
     console.print("quick: seconds; cpu: up to an hour or so on two cores; paper: the full setting, for a GPU.")

@@ -11,6 +11,7 @@ import torch
 
 from psgd.experiments import xor, xor_lstm, xor_rank
 from psgd.experiments.experiment import Result, load, names
+from psgd.experiments.runner import grid
 from psgd.experiments.xor import LENGTHS, METHODS, PRECONDITIONERS, Config, run, score, sequences, start
 
 SMALL = Config(length=4, iterations=6, hidden=5, batch=8)
@@ -135,11 +136,19 @@ def test_earlier_success_has_a_better_score_and_any_success_a_better_one_than_no
 def test_rates_are_tuned_for_all_but_psgd():
     for m in METHODS:
         if m in PRECONDITIONERS:
-            with pytest.raises(ValueError, match="PSGD has the authors'"):
+            with pytest.raises(ValueError, match="PSGD has fixed ones"):
                 xor.lrs(m)
         else:
             low, high = xor.lrs(m)
             assert low < xor.learning_rate(m) < high
+
+
+def test_on_a_cpu_psgd_has_five_seeds_and_the_others_one():
+    cells = grid("xor", "cpu")
+    for m in METHODS:
+        assert {c.seed for c in cells if c.config.method == m} == set(range(5 if m in PRECONDITIONERS else 1))
+    assert len(grid("xor", "paper")) == 10 * len(METHODS) * len(LENGTHS)
+    assert {c.seed for c in grid("xor", "cpu", seeds=[7])} == {7}
 
 
 # --- what is said

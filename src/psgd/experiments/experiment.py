@@ -114,6 +114,12 @@ def names() -> list[str]:
     return sorted(m.stem.replace("_", "-") for m in modules if "\nTITLE" in m.read_text(encoding="utf-8"))
 
 
+def seeds_of(experiment: Any, config: Any, preset: Preset) -> range:
+    """Return the seeds of a config: those of the preset, unless the experiment has a function `seeds_for` that says."""
+    chosen = getattr(experiment, "seeds_for", None)
+    return experiment.seeds(preset) if chosen is None else chosen(config, preset)
+
+
 def load(name: str) -> Any:
     """Return an experiment by name; a name with a dot is that of a module anywhere, for experiments of your own.
 

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from psgd.experiments import store
 from psgd.experiments.cell import run_cell
-from psgd.experiments.experiment import Preset, load, replaced
+from psgd.experiments.experiment import Preset, load, replaced, seeds_of
 from psgd.experiments.pool import Pool
 from psgd.experiments.progress import Progress
 from psgd.experiments.provenance import describe, now
@@ -55,8 +55,9 @@ def grid(
     for order, config in enumerate(configs):
         if only and config.method not in only:
             continue
+        usual = seeds_of(experiment, config, preset) if seeds is None else seeds
         config = replaced(config, settings or {})
-        for seed in experiment.seeds(preset) if seeds is None else seeds:
+        for seed in usual:
             cell = store.cell_id(name, config, seed)
             cells.setdefault(cell, Cell(cell, order, config, seed))  # settings may make two equal
     return list(cells.values())
