@@ -186,14 +186,18 @@ MUTANTS = [
     Mutant(
         "V moved as U", "groups/low_rank.py", "self.apply_t(q, a).mT, b)", "a.mT, b @ self._small(q).mT)", "LowRank"
     ),
-    Mutant("both terms added", "groups/low_rank.py", "-rows(minus[1])", "rows(minus[1])", "LowRank"),
+    Mutant("both terms added", "groups/low_rank.py", "(r.y @ v, -(r.w @ v))", "(r.y @ v, r.w @ v)", "LowRank"),
     Mutant(
-        "norm of all counts twice", "groups/low_rank.py", "triangle[:, pairs:] @ b[pairs:]", "triangle @ b", "LowRank"
+        "norm of all counts twice",
+        "groups/low_rank.py",
+        "+ product_norm(minus, gram)",
+        "+ product_norm(plus + minus, gram)",
+        "LowRank",
     ),
-    Mutant("norm of G, not of G Vᵀ", "groups/low_rank.py", "t @ gram + slack * t", "t", "LowRank"),
+    Mutant("norm of G, not of G Vᵀ", "linalg.py", "t @ gram + slack * t", "t", "LowRank"),
     Mutant(
         "norm trusts the Gram matrix",
-        "groups/low_rank.py",
+        "linalg.py",
         "(t @ gram + slack * t) * t).sum()",
         "(t @ gram) * t).sum().clamp_min(0)",
         "LowRank",

@@ -79,3 +79,14 @@ def magnitude(t: Tensor) -> Tensor:
     """max |tᵢ| > 0, to divide by before squaring: float32 has no square of 10²⁰, nor of 10⁻²³."""
     floor = torch.finfo(lift(t).dtype).tiny
     return maximum_modulus(t).clamp_min(floor) if t.numel() else lift(t).new_ones(())
+
+
+def product_norm(t: Tensor, gram: Tensor) -> Tensor:
+    """‖T Oᵀ‖_F from the Gram matrix OᵀO, never below it.
+
+    A T that meets only the small singular values of O drowns in the rounding of OᵀO: that is bounded, too.
+    """
+    slack = 4 * torch.finfo(gram.dtype).eps * gram.diagonal().sum()
+    size = magnitude(t)
+    t = t / size
+    return size * ((t @ gram + slack * t) * t).sum().sqrt()

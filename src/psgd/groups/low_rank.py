@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from psgd.group import Group, Point, Residual, Where
-from psgd.linalg import lift, magnitude, rows, solve, subtract_product
+from psgd.linalg import lift, product_norm, rows, solve, subtract_product
 from psgd.step_size import StepSize
 
 
@@ -103,29 +103,16 @@ class LowRank(Group):
         """Move on A_V(U) or A_U(V). The step has the rank of the residual, A·B, and is never formed."""
         u, v = q["U"], q["V"]
         if coin:  # E = G Vᵀ, G = (x yᵀ − z wᵀ)V, and E·Q = G (I + VᵀU) Vᵀ
-            plus, minus, stays, ell = (r.x, r.y @ v), (r.z, r.w @ v), v, q["ell_U"]
+            left, right, stays, ell = (r.x, r.z), (r.y @ v, -(r.w @ v)), v, q["ell_U"]
         else:  # E = U Gᵀ, G = (x yᵀ − z wᵀ)ᵀU, and E·Q = U ((I + VUᵀ)G)ᵀ
-            plus, minus, stays, ell = (r.y, r.x @ u), (r.w, r.z @ u), u, q["ell_V"]
-        a = torch.cat((rows(plus[0]), rows(minus[0])))
-        b = lift(torch.cat((rows(plus[1]), -rows(minus[1]))))
+            left, right, stays, ell = (r.y, r.w), (r.x @ u, -(r.z @ u)), u, q["ell_V"]
+        a, b = torch.cat([rows(t) for t in left]), lift(torch.cat([rows(t) for t in right]))
         pairs, gram = len(a) // 2, lift(stays).mT @ lift(stays)
-        # A T that meets only the small singular values of O drowns in the rounding of OᵀO: bound that, too.
-        slack = 4 * torch.finfo(gram.dtype).eps * gram.diagonal().sum()
         # Orthogonal columns for A's: ‖ABOᵀ‖ = ‖RBOᵀ‖, without the cancellation of AᵀA.
         triangle = torch.linalg.qr(lift(a).mT).R  # mode="r" fails under vmap
-
-        def norm(t: Tensor) -> Tensor:
-            """‖T Oᵀ‖_F, from the Gram matrix of the factor O that stays."""
-            size = magnitude(t)
-            t = t / size
-            return size * ((t @ gram + slack * t) * t).sum().sqrt()
-
-        size, ell = rule(
-            lr,
-            ell,
-            lambda: norm(triangle @ b),
-            lambda: norm(triangle[:, :pairs] @ b[:pairs]) + norm(triangle[:, pairs:] @ b[pairs:]),
-        )
+        plus, minus = triangle[:, :pairs] @ b[:pairs], triangle[:, pairs:] @ b[pairs:]
+        bound = lambda: product_norm(plus, gram) + product_norm(minus, gram)  # noqa: E731
+        size, ell = rule(lr, ell, lambda: product_norm(plus + minus, gram), bound)
         if coin:
             new = {"U": subtract_product(u, size, a.mT, b @ self._small(q)), "ell_U": ell}
         else:
