@@ -183,8 +183,9 @@ class Evaluation:
             g1 = self._run(Intercept(self.params, None))
         finally:
             with torch.no_grad():
-                for p, t, (grad, content) in zip(self.params, theta, kept, strict=True):
+                for p, t in zip(self.params, theta, strict=True):
                     p.copy_(t)
+                for p, (grad, content) in zip(self.params, kept, strict=True):
                     p.grad = grad  # the same object: DDP's buckets and the user's references stay valid
                     if grad is not None and content is not None:
                         grad.copy_(content)
@@ -238,8 +239,10 @@ class Evaluation:
             self._call()
             return False
         mode.called = True
-        for p, g in zip(self.params, mode.g, strict=True):
-            p.grad = g
+        for p, g in zip(
+            self.params, mode.g, strict=True
+        ):  # copied, for two may be one tensor, or all entries one number
+            p.grad = None if g is None else torch.empty_like(p).copy_(g)
         return True
 
     def _backward(self) -> None:

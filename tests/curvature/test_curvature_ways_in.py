@@ -479,3 +479,13 @@ def test_gradients_of_others_and_hooks_are_not_forgotten():
     x.register_post_accumulate_grad_hook(heard.append)
     opt.step(lambda: x.pow(3).sum())
     assert len(heard) == 1
+
+
+def test_gradients_are_tensors_of_their_own():
+    """Autograd may give one tensor for two parameters, or one number for all entries; .grad never does."""
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    opt = PSGD([x, y], lr=0.0, curvature=psgd.hessian, precond_prob=1.0)
+    opt.step(lambda: (x + y).sum() + x.square().sum() * 0)
+    x.grad.zero_()
+    y.grad[0] = 5
+    assert y.grad.tolist() == [5, 1, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,7 +30,13 @@ def psgd(*arguments: Any, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "psgd.cli", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, env=environment(**variables), stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        command,
+        env=environment(**variables),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background inherit its neglect
     )
 
 
