@@ -8,8 +8,9 @@ PSGD LRA 1 1 1 1; AdaHessian, K-FAC, Hessian-free, SGD, AdaBelief, Adan 1 0 0 0;
 ours.) The LSTM is in `xor-lstm`, the study of the rank in `xor-rank`.
 
 `psgd-lra` has the authors' settings: rank 10, both rates 0.01 (our precond_lr is 2μ₂, which two factors share), steps
-clipped at norm 1, no momentum, Q₀ = I, an exact Hessian product in every step. `psgd-lra-ours` needs fewer iterations:
-Q grows from I to the scale of this problem five times faster (μ₂ = 0.05), which allows a rate of 0.03; momentum 0.9.
+clipped at norm 1, no momentum, Q₀ = I, an exact Hessian product in every step. `psgd-lra-ours` has μ₂ = 0.05, a rate of
+0.03 and momentum 0.9: of about ten settings that were tried on seed 0 at lengths 32 and 55 it took the fewest
+iterations, so that its seed 0 is not an independent test. None of those tried solved length 112 within 10,000.
 The settings of the other methods are not known: rates are tuned at length 32, and all else is as in their packages.
 """
 
@@ -208,7 +209,7 @@ def authors(config: Config) -> dict[str, Any]:
 
 
 def ours(config: Config) -> dict[str, Any]:
-    """Return settings that need fewer iterations."""
+    """Return settings that needed fewer iterations in trials on seed 0."""
     return {**authors(config), "momentum": 0.9, "precond_lr": 0.1 if config.rank else 0.05}
 
 
@@ -333,6 +334,11 @@ def remarks(results: Sequence[Result]) -> str:
     ]
     if by_cell:
         said.append(f"- On the other side of one half than the paper: {', '.join(differ) or 'none'}.")
+    if any(name == "psgd-lra-ours" for name, _ in by_cell):
+        said.append(
+            "- `psgd-lra-ours` was chosen by trials on seed 0 at lengths 32 and 55; the authors' settings were not "
+            "chosen here, and the others' rates by `psgd tune`, on a seed that is not reported."
+        )
     short = [r for r in finished(results) if r.config.iterations < 100_000]
     if short:
         budgets = ", ".join(f"{n:,}" for n in sorted({r.config.iterations for r in short}))
