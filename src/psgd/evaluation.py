@@ -225,7 +225,7 @@ class Evaluation:
         """Put the gradient that the product was taken from into .grad, if a backward pass would do nothing else."""
         loss, ours = self._loss, set(self.params)
         hooks = any(len(p._post_accumulate_grad_hooks or ()) > 1 for p in self.params)  # one is our own
-        if not mode.v or hooks or not isinstance(loss, Tensor) or torch.distributed.is_initialized():
+        if not mode.v or hooks or not isinstance(loss, Tensor) or _distributed():
             return False
         if loss.numel() != 1 or not ours.issuperset(n.variable for n in walk([loss]) if hasattr(n, "variable")):
             return False
@@ -254,11 +254,15 @@ class Evaluation:
                 loss.backward()
 
 
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 @contextlib.contextmanager
 def _captured(params: Sequence[Tensor]) -> Iterator[Gradients]:
     """Collect each accumulated gradient before a closure can clip it."""
     found: Gradients = [None] * len(params)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _distributed():
         yield found  # there .grad is final only after the reduction
         for i, p in enumerate(params):
             found[i] = None if p.grad is None else p.grad.clone()
