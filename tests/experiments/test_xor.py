@@ -143,10 +143,11 @@ def test_rates_are_tuned_for_all_but_psgd():
             assert low < xor.learning_rate(m) < high
 
 
-def test_on_a_cpu_psgd_has_five_seeds_and_the_others_one():
+def test_on_a_cpu_one_psgd_has_five_seeds_the_other_two_and_all_else_one():
     cells = grid("xor", "cpu")
     for m in METHODS:
-        assert {c.seed for c in cells if c.config.method == m} == set(range(5 if m in PRECONDITIONERS else 1))
+        count = {"psgd-lra-ours": 5, "psgd-lra": 2}.get(m, 1)
+        assert {c.seed for c in cells if c.config.method == m} == set(range(count))
     assert len(grid("xor", "paper")) == 10 * len(METHODS) * len(LENGTHS)
     assert {c.seed for c in grid("xor", "cpu", seeds=[7])} == {7}
 

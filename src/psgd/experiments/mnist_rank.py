@@ -30,7 +30,7 @@ def cells(preset: Preset) -> list[Config]:
 
 def seeds(preset: Preset) -> range:
     """Return the paper's fifty, or fewer."""
-    return range({"quick": 1, "cpu": 3, "paper": 50}[preset])
+    return range({"quick": 1, "cpu": 2, "paper": 50}[preset])
 
 
 def medians(results: Sequence[Result]) -> dict[int, float]:

@@ -32,7 +32,7 @@ def cells(preset: Preset) -> list[Config]:
 
 def seeds(preset: Preset) -> range:
     """Return the paper's ten, or fewer."""
-    return range({"quick": 1, "cpu": 5, "paper": 10}[preset])
+    return range({"quick": 1, "cpu": 3, "paper": 10}[preset])
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
