@@ -88,6 +88,11 @@ class Config:
         """Return whether there is noise."""
         return self.noise_low < self.noise_high
 
+    @property
+    def every(self) -> int:
+        """Return how many steps lie between those that are kept: runs with noise are many and long."""
+        return 10 if self.noisy else 1
+
 
 # --- what is run
 
@@ -168,7 +173,7 @@ def build(config: Config, seed: int) -> tuple[Point, Stepper]:
 
 
 def run(config: Config, seed: int, state: State | None = None) -> Iterator[Record]:
-    """Descend; a record has the points and true losses after each of its steps."""
+    """Descend; a record has the points and true losses after its steps, or after every tenth."""
     point, stepper = build(config, seed)
     step = 0
     if state is not None:
@@ -176,17 +181,20 @@ def run(config: Config, seed: int, state: State | None = None) -> Iterator[Recor
         step = state["step"]
     while step < config.steps:
         path: list[tuple[float, float, float]] = []
+        lost = False
         for _ in range(min(BLOCK, config.steps - step)):
             stepper.step(loss(config, seed, step, point))
             u, v = point.x.tolist()
             step += 1
-            if not max(abs(u), abs(v)) < 1e50:  # lost
+            lost = not max(abs(u), abs(v)) < 1e50
+            if lost:
                 break
-            path.append((u, v, rosenbrock(u, v)))
+            if step % config.every == 0:
+                path.append((u, v, rosenbrock(u, v)))
         us, vs, losses = ([float(f"{row[i]:.6g}") for row in path] for i in range(3))  # as much as a picture shows
         values = {"u": us, "v": vs, "losses": losses, **evaluations(stepper)}
         yield Record(step, values, lambda at=step: snapshot(point, stepper, step=at))  # type: ignore[misc]
-        if len(path) < BLOCK:
+        if lost:
             break
 
 
@@ -201,7 +209,7 @@ def loss(config: Config, seed: int, step: int, point: Point) -> Callable[[], Ten
 
 
 def losses(result: Result) -> list[float]:
-    """Return the loss after every step."""
+    """Return the loss after every step that was kept."""
     return [x for block in result.series("losses") for x in block]
 
 
@@ -213,12 +221,12 @@ def best(result: Result) -> float:
 def final(result: Result) -> float:
     """Return the last one, infinite if it was lost before the end."""
     found = losses(result)
-    return found[-1] if len(found) == result.config.steps else math.inf
+    return found[-1] if len(found) == result.config.steps // result.config.every else math.inf
 
 
 def until(result: Result, small: float) -> int | None:
     """Return how many steps it took to get below something, None if it never did."""
-    return next((i + 1 for i, x in enumerate(losses(result)) if x < small), None)
+    return next(((i + 1) * result.config.every for i, x in enumerate(losses(result)) if x < small), None)
 
 
 def median(values: Sequence[float]) -> float | None:
@@ -348,8 +356,8 @@ def curves(title: str, found: dict[str, list[Result]]) -> Plot:
         runs = []
         for r in results:
             heights = losses(r)
-            every = range(0, len(heights), max(1, r.config.steps // 250))
-            runs.append(([float(i + 1) for i in every], [max(heights[i], floor) for i in every]))
+            shown = range(0, len(heights), max(1, r.config.steps // r.config.every // 250))
+            runs.append(([float(i + 1) * r.config.every for i in shown], [max(heights[i], floor) for i in shown]))
         marks.append(band(name, runs, log=True))
     return Plot(title, "step", "loss", marks, y_log=True, note="Losses below 1e-34, among them 0, are drawn there.")
 
