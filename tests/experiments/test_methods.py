@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from psgd.experiments.methods import METHODS, Loss, method
+import psgd
+from psgd.experiments.methods import METHODS, Loss, method, preconditioned
 from psgd.experiments.steppers import KFAC, HessianFree, likelihood, noise
 from psgd.experiments.training import restore, snapshot
 
@@ -120,11 +121,26 @@ def test_schedulers_set_the_rate(name):
     assert math.isclose(float(lr), rate(name, 0.5) / 2, rel_tol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["adahessian", "kfac", "psgd-lra"])
+@pytest.mark.parametrize("name", ["adahessian", "heavyball-kron", "kfac", "psgd-lra"])
 def test_what_is_random_depends_on_the_seed(name):
     built(name, network(), 0.1)
     first, second, other = (train(name, rate(name, 0.5), 5, seed=seed)[0] for seed in (0, 0, 1))
     assert first == second != other
+
+
+def test_whitening_takes_no_products():
+    model = network()
+    stepper = preconditioned(psgd.lra(2), curvature=psgd.whiten)(model, 0.01)
+    for _ in range(3):
+        stepper.step(Loss(model, X, Y, F.cross_entropy))
+    assert (stepper.gradients, stepper.products) == (3, 0) and stepper.optimizer.source is psgd.whiten
+
+
+def test_muon_leaves_embeddings_and_vectors_to_adamw():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    matrices, rest = built("muon", model, 0.1).optimizer.param_groups
+    assert matrices["use_muon"] and [p.shape for p in matrices["params"]] == [(3, 4)]
+    assert not rest["use_muon"] and [p.shape for p in rest["params"]] == [(5, 4), (4,), (4,), (3,)]
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():
@@ -135,7 +151,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones():
 def test_the_registry_needs_no_package_and_a_method_names_the_one_it_misses():
     script = """
 import sys
-missing = ["pytorch_optimizer", "torch_optimizer", "curvlinops", "scipy", "scipy.optimize"]
+missing = ["pytorch_optimizer", "torch_optimizer", "curvlinops", "heavyball", "scipy", "scipy.optimize"]
 for name in missing:
     sys.modules[name] = None
 from torch import nn

@@ -102,8 +102,19 @@ class Dated(Plain):
         return value
 
 
+class Noisy(Plain):
+    """Steps of an optimizer that draws from the global generator: HeavyBall's PSGD draws its probes there."""
+
+    def step(self, loss: Callable[[], Tensor]) -> Tensor:
+        """Make one."""
+        value = self.evaluate(loss)
+        with noise(self.seed, self.gradients):
+            self.optimizer.step()
+        return value
+
+
 class Preconditioned(Plain):
-    """Steps of PSGD through a closure: exact Hessian products on due steps."""
+    """Steps of PSGD through a closure: exact Hessian products on due steps, unless it whitens."""
 
     optimizer: psgd.PSGD
 
@@ -112,7 +123,8 @@ class Preconditioned(Plain):
         before = self.optimizer.param_groups[0]["updates"]
         value = self.optimizer.step(loss)
         self.gradients += 1
-        self.products += self.optimizer.param_groups[0]["updates"] - before
+        if self.optimizer.source in (psgd.hessian, psgd.finite_difference):
+            self.products += self.optimizer.param_groups[0]["updates"] - before
         return value.detach()
 
 
