@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import psgd
-from psgd.experiments.methods import METHODS, Loss, method, preconditioned
+from psgd.experiments.methods import METHODS, Loss, method, preconditioned, unrounded
 from psgd.experiments.steppers import KFAC, HessianFree, likelihood, noise
 from psgd.experiments.training import restore, snapshot
 
@@ -141,6 +141,22 @@ def test_muon_leaves_embeddings_and_vectors_to_adamw():
     matrices, rest = built("muon", model, 0.1).optimizer.param_groups
     assert matrices["use_muon"] and [p.shape for p in matrices["params"]] == [(3, 4)]
     assert not rest["use_muon"] and [p.shape for p in rest["params"]] == [(5, 4), (4,), (4,), (3,)]
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (12, 4), (6, 3, 2)], ids=str)
+def test_muon_in_float32_is_the_packages_but_for_rounding(shape):
+    package = pytest.importorskip("pytorch_optimizer", reason="Muon comes with pytorch_optimizer")
+    moved = []
+    for kind in (package.Muon, unrounded(package.Muon)):
+        params = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
+        optimizer = kind([{"params": params, "lr": 1.0, "use_muon": True}])
+        for step in range(2):
+            for i, p in enumerate(params):
+                p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(2 * step + i))
+            optimizer.step()
+        moved.append(torch.stack(params).detach())
+    theirs, ours = moved
+    assert 0 < (theirs - ours).norm() < 0.03 * ours.norm()
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():

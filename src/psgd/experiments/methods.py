@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import psgd
@@ -129,8 +129,11 @@ modern("soap", "SOAP", (1e-4, 1e-1))
 modern("lion", "Lion", (1e-6, 1e-2))
 
 
-def muon(model: nn.Module, lr: float, seed: int = 0) -> Stepper:
-    """Return Muon for matrices that are no embeddings, and its AdamW, at a sixtieth of the rate, for the rest."""
+def muon(model: nn.Module, lr: float, seed: int = 0, *, rest_lr: float = 3e-4 / 2e-2) -> Stepper:
+    """Return Muon for matrices that are no embeddings, and its AdamW for the rest.
+
+    The rate of that is `rest_lr` times Muon's: unless given, the ratio of the package's defaults.
+    """
     package = imported("pytorch_optimizer", "pytorch-optimizer")
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     matrices: list[nn.Parameter] = []
@@ -139,9 +142,30 @@ def muon(model: nn.Module, lr: float, seed: int = 0) -> Stepper:
         (matrices if p.ndim >= 2 and p not in embeddings else rest).append(p)
     groups = [
         {"params": matrices, "lr": lr, "use_muon": True},
-        {"params": rest, "lr": lr * 3e-4 / 2e-2, "use_muon": False},  # the ratio of the package's defaults
+        {"params": rest, "lr": lr * rest_lr, "use_muon": False},
     ]
-    return Plain(package.Muon([group for group in groups if group["params"]]), seed)
+    return Plain(unrounded(package.Muon)([group for group in groups if group["params"]]), seed)
+
+
+def unrounded(kind: Any) -> Any:
+    """Return Muon that orthogonalizes in the dtype of the gradient on a CPU.
+
+    Few CPUs have arithmetic in bfloat16; on one without, the package's way takes twenty times the time.
+    """
+    matrix = imported("pytorch_optimizer.optimizer.utils.matrix", "pytorch-optimizer")
+
+    class Unrounded(kind):  # type: ignore[misc]
+        @staticmethod
+        def _orthogonalize(group: dict[str, Any], updates: list[Tensor]) -> list[Tensor]:
+            if any(u.is_cuda for u in updates):
+                return kind._orthogonalize(group, updates)
+            steps, weights = group["ns_steps"], group["ns_coeffs"]
+            return [
+                matrix.zero_power_via_newton_schulz_5(u.flatten(1), steps, weights=weights, dtype=u.dtype)
+                for u in updates
+            ]
+
+    return Unrounded
 
 
 def lookahead_yogi(model: nn.Module, lr: float, seed: int = 0) -> Stepper:

@@ -108,7 +108,7 @@ class Noisy(Plain):
     def step(self, loss: Callable[[], Tensor]) -> Tensor:
         """Make one."""
         value = self.evaluate(loss)
-        with noise(self.seed, self.gradients):
+        with noise(self.seed, self.gradients), quiet():  # which it is not about rates that change
             self.optimizer.step()
         return value
 
