@@ -19,6 +19,7 @@ from psgd import (
     DirectSum,
     Identity,
     IncompleteTriangular,
+    InverseFree,
     Kronecker,
     LowRank,
     Normalization,
@@ -48,6 +49,17 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         "Shift(k=2) is orthogonal and takes no scale, got 2.0; compose it with",
     ),
     (lambda: Blocks(3, DCT()).init(3, scale=2.0), "DCT() is orthogonal and takes no scale, got 2.0"),
+    (
+        lambda: InverseFree((2,), (Triangular(),)),
+        "InverseFree needs factors Dense(), Diagonal() or Identity(), got Triangular()",
+    ),
+    (lambda: InverseFree((2,), (Dense(),), damping=-1.0), "InverseFree needs damping >= 0, got damping=-1.0"),
+    (
+        lambda: (InverseFree((2,), (Dense(),)) @ Diagonal()).fit(
+            (InverseFree((2,), (Dense(),)) @ Diagonal()).init(2), torch.ones(2), torch.ones(2)
+        ),
+        "moves as a whole, and cannot be a factor of a product or a sum",
+    ),
     (lambda: Smoothed(beta=1.0), "Smoothed needs 0 <= beta < 1, got beta=1.0"),
     (lambda: Smoothed(-0.1), "Smoothed needs 0 <= beta < 1, got beta=-0.1"),
     (lambda: Smoothed(float("nan")), "Smoothed needs 0 <= beta < 1, got beta=nan"),

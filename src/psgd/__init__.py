@@ -6,6 +6,7 @@ from psgd.curvature import automatic as automatic
 from psgd.curvature import finite_difference as finite_difference
 from psgd.curvature import hessian as hessian
 from psgd.curvature import whiten as whiten
+from psgd.curvature import whiten_momentum as whiten_momentum
 from psgd.diagnostics.flatness import Flatness as Flatness
 from psgd.diagnostics.flatness import flatness as flatness
 from psgd.diagnostics.operators import hessian_operator as hessian_operator
@@ -28,6 +29,9 @@ from psgd.groups.diagonal import Diagonal as Diagonal
 from psgd.groups.diagonal import Scalar as Scalar
 from psgd.groups.direct_sum import DirectSum as DirectSum
 from psgd.groups.incomplete_triangular import IncompleteTriangular as IncompleteTriangular
+from psgd.groups.inverse_free import InverseFree as InverseFree
+from psgd.groups.inverse_free import Procrustes as Procrustes
+from psgd.groups.inverse_free import Quadratic as Quadratic
 from psgd.groups.involution import Butterfly as Butterfly
 from psgd.groups.involution import XMat as XMat
 from psgd.groups.kronecker import Kronecker as Kronecker
@@ -46,6 +50,8 @@ from psgd.groups.permutation import permutation as permutation
 from psgd.groups.product import Product as Product
 from psgd.groups.triangular import LowerTriangular as LowerTriangular
 from psgd.groups.triangular import Triangular as Triangular
+from psgd.kron import kron as kron
+from psgd.kron import like_adamw as like_adamw
 from psgd.optimizer import PSGD as PSGD
 from psgd.plan import Plan as Plan
 from psgd.plan import plan as plan

@@ -93,6 +93,11 @@ class Whiten(Curvature):
         return False
 
 
+@dataclass(frozen=True)
+class WhitenMomentum(Whiten):
+    """h = m, the averaged gradient: P m then has entries of size one, and lr is the size of a step."""
+
+
 # A network may start on a kink: where biases are zero, blank parts of the input sit on those of the ReLUs, and a
 # difference of any ε crosses them. One step later it is off them; a wrong product stays wrong.
 _DOUBTS = 3
@@ -187,6 +192,7 @@ class Automatic(Curvature):
 
 
 automatic, hessian, finite_difference, whiten = Automatic(), Hessian(), FiniteDifference(), Whiten()
+whiten_momentum = WhitenMomentum()
 
 
 def complain(seen: Intercept, memory: Memory) -> None:

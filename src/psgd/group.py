@@ -88,6 +88,11 @@ class Group(ABC):
         """Whether s·Q is in the group for every Q in it and s > 0."""
 
     @property
+    def probing(self) -> bool:
+        """Whether `whiten` looks at its probe."""
+        return True
+
+    @property
     def orthogonal(self) -> bool:
         """Whether every Q in it is orthogonal, so that it leaves the singular values of a product alone."""
         return False
@@ -181,6 +186,19 @@ class Group(ABC):
         q = self.prepared(q)
         a, b = self.apply(q, h), self.solve_t(q, v)
         return self.step(q, Residual(h, v, a, a, b, b), lr, coin, rule)
+
+    def whiten(
+        self,
+        q: Point,
+        v: Tensor,
+        h: Tensor,
+        *,
+        lr: float | Tensor = 0.1,
+        coin: bool = True,
+        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
+    ) -> Point:
+        """One step towards P = E[h hᵀ]^(−½): as `fit`, with a probe v ~ N(0, I) that is independent of h."""
+        return self.fit(q, v, h, lr=lr, coin=coin, rule=rule)
 
     def precondition(self, q: Point, g: Tensor) -> Tensor:
         """P g = Qᵀ(Q g)."""

@@ -90,3 +90,36 @@ def product_norm(t: Tensor, gram: Tensor) -> Tensor:
     size = magnitude(t)
     t = t / size
     return size * ((t @ gram + slack * t) * t).sum().sqrt()
+
+
+def spectral_norm(a: Tensor, width: int = 2, depth: int = 5) -> Tensor:
+    """‖A‖ of a normal matrix (symmetric, skew, …), from below: within a few percent, in 2·width·depth products.
+
+    A Krylov space is spanned from the largest row, pulled two pseudo-random ways, so that no start is orthogonal to
+    the leading eigenvectors; on an orthonormal basis of it the largest singular value is found by squaring.
+
+    >>> bool((spectral_norm(torch.diag(torch.tensor([1.0, -3.0, 2.0]))) - 3).abs() < 1e-5)
+    True
+    """
+    a, n = lift(a), a.shape[-1]
+    size = magnitude(a)
+    a = a / size
+    tiny = torch.finfo(a.dtype).tiny
+    row = a.index_select(0, a.square().sum(1).argmax().reshape(1))[0]
+    row = row / row.norm().clamp_min(tiny)
+    phase = torch.arange(1, n + 1, dtype=torch.float64, device=a.device).square()[:, None]
+    noise = torch.cos(phase * torch.arange(1, width + 1, device=a.device).sqrt()).to(a.dtype) * (2 / n) ** 0.5
+    x = noise + row[:, None] * (2 * (row @ noise >= 0) - 1)
+    spanned = []
+    for _ in range(depth):
+        x = a @ x
+        x = x / x.norm(dim=0).clamp_min(tiny)
+        spanned.append(x)
+    basis, _ = torch.linalg.qr(torch.cat(spanned, 1))
+    image = a @ basis
+    gram = image.mT @ image
+    power = gram / gram.diagonal().sum().clamp_min(tiny)
+    for _ in range(5):  # to the 32nd power: the leading eigenvalue is all that is left
+        power = power @ power
+        power = power / power.diagonal().sum().clamp_min(tiny)
+    return size * (power * gram).sum().sqrt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from psgd.arrangement import arrange
-from psgd.curvature import Curvature, Memory, automatic, average, finite_difference, hessian, say, whiten
+from psgd.curvature import (
+    Curvature,
+    FiniteDifference,
+    Memory,
+    Whiten,
+    automatic,
+    average,
+    finite_difference,
+    hessian,
+    say,
+    whiten,
+    whiten_momentum,
+)
 from psgd.evaluation import Evaluation, Intercept
 from psgd.group import Group
 from psgd.groups.named import lra
@@ -49,7 +62,7 @@ class PSGD(Optimizer):
         max_rms: bound of the root mean square of each preconditioner's output (1 is the size of a sign step).
         max_norm: bound of the norm of the whole preconditioned gradient, or None.
         max_value: bound of each of its entries, or None.
-        curvature: `automatic`, `hessian`, `finite_difference` or `whiten`.
+        curvature: `automatic`, `hessian`, `finite_difference`, `whiten` (the gradient) or `whiten_momentum`.
         rule: the step-size rule of Q, `Smoothed()` or the paper's `Normalized()`.
         init_scale: Q₀ = init_scale·I; None takes it from the first ten pairs.
         precond_dtype: dtype of Q, at least float32 unless given.
@@ -176,7 +189,7 @@ class PSGD(Optimizer):
         inside.
         """
         memory, chosen = self._runtime, (self.param_groups[0]["curvature"], self._runtime.get("settled"))
-        if not self.due or memory.get("stepping") or whiten in chosen or finite_difference in chosen:
+        if not self.due or memory.get("stepping") or any(isinstance(c, (Whiten, FiniteDifference)) for c in chosen):
             yield
             return
         params = self._trainable()
@@ -194,7 +207,7 @@ class PSGD(Optimizer):
         memory, lead, out = self._runtime, self.param_groups[0], None
         source: Curvature = lead["curvature"]
         due, params = self.due, self._trainable()
-        v = self._probes(params) if due else []
+        v = self._probes(params) if due and not isinstance(source, Whiten) else []
         pending: Intercept | None = memory.pop("pending", None)
         h, probes = None, dict(zip(params, v, strict=False))
         if closure is not None:
@@ -203,7 +216,7 @@ class PSGD(Optimizer):
             memory["stepping"] = True
             try:
                 with torch.enable_grad():
-                    if due and params:
+                    if v:
                         h = source.pair(evaluation, v, memory)
                     else:
                         evaluation.plain()
@@ -235,17 +248,21 @@ class PSGD(Optimizer):
             update = Update(self.state, options, grads, finite([*grads.values(), *products], out))
             self._count_skip(update.ok)
             fitting = due and self._decide(h)
-            if fitting:
-                if h is None:  # whitening; a gradient may also have been put on a tensor that does not require one
-                    h, late = grads, [p for p in grads if p not in v]
-                    v = v | dict(zip(late, self._probes(late), strict=True))
-                else:
-                    known = ((p, t) for p, t in h.items() if t is not None and p in grads and p in v)
-                    h = {p: regularized(t, v[p], options[p]) for p, t in known}
+            averaged = {p: update.average(scope, p) for scope in scopes for p in scope.params if p in grads}
+            if fitting and h is None:
+                looked_at = [p for scope in scopes if scope.group.probing for p in scope.params if p in grads]
+                late = [p for p in looked_at if p not in v]  # also gradients put on what does not require one
+                v = v | dict(zip(late, self._probes(late), strict=True))
+                h = averaged if self.param_groups[0]["curvature"] == whiten_momentum else grads
                 for scope in scopes:
-                    update.fit(scope, v, h)
-            directions = [update.direction(scope) for scope in scopes]
-            clip(directions, self.param_groups[0])
+                    update.fit(scope, v, h, operator.attrgetter("whiten"))
+            elif fitting and h is not None:
+                known = ((p, t) for p, t in h.items() if t is not None and p in grads and p in v)
+                h = {p: regularized(t, v[p], options[p]) for p, t in known}
+                for scope in scopes:
+                    update.fit(scope, v, h, operator.attrgetter("fit"))
+            directions = [update.direction(scope, averaged) for scope in scopes]
+            clip(scopes, directions, self.param_groups[0])
             for scope, d in zip(scopes, directions, strict=True):
                 update.write(scope, d)
         self._count(fitted=fitting)
@@ -263,7 +280,7 @@ class PSGD(Optimizer):
         """Whether to fit on a step that is due: always with h; by whitening unless Newton pairs are the custom."""
         memory, lead = self._runtime, self.param_groups[0]
         if h is None:
-            if memory.get("in_use") in (hessian, finite_difference) and lead["curvature"] != whiten:
+            if memory.get("in_use") in (hessian, finite_difference) and not isinstance(lead["curvature"], Whiten):
                 return False
             # distributed checkpoints make the state by a step with lr = 0
             if lead["curvature"].newton and lead["lr"] and not memory.get("warned"):
@@ -273,7 +290,7 @@ class PSGD(Optimizer):
                     "Use opt.step(closure) with a closure that returns the loss, or one that also calls backward(), "
                     "or `with opt.curvature(): loss.backward()` before opt.step()."
                 )
-            memory["in_use"] = whiten
+            memory["in_use"] = lead["curvature"] if isinstance(lead["curvature"], Whiten) else whiten
         return True
 
     def _trainable(self) -> list[Tensor]:

@@ -95,7 +95,8 @@ def validate(options: ParamGroup) -> None:
             raise ValueError(f"PSGD needs {key} > 0 or None, got {options[key]}")
     if not isinstance(options["curvature"], Curvature):
         raise ValueError(
-            f"curvature needs to be one of automatic, hessian, finite_difference, whiten, got {options['curvature']!r}"
+            "curvature needs to be one of automatic, hessian, finite_difference, whiten, whiten_momentum, "
+            f"got {options['curvature']!r}"
         )
     if not isinstance(options["rule"], StepSize):
         raise ValueError(f"rule needs to be a StepSize, as Smoothed() or Normalized(), got {options['rule']!r}")

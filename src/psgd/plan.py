@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from psgd.arrangement import Members, scope_of, together
+from psgd.arrangement import Member, together
 from psgd.group import Group
 from psgd.groups.diagonal import Diagonal, Scalar
 from psgd.groups.involution import XMat
@@ -107,21 +107,24 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
     >>> costs.state == costs.adam + 4  # d and the momentum, and the step-size memory
     True
     """
-    members, names = _members(model, group, {"precond_prob": precond_prob, "momentum": momentum})
+    found = _members(model, group, {"precond_prob": precond_prob, "momentum": momentum})
+    options, names = {m.param: m.options for m in found}, {m.param: m.name for m in found}
     rows, prob = [], 0.0
-    for shared in together(members):
-        scope, pg = scope_of(shared), shared[0][1]
-        chosen = scope.group
+    for scope in together(found):
+        pg, chosen = options[scope.params[0]], scope.group
         prob = sum(schedule(pg).due(t, 0) for t in range(10_000)) / 10_000
         point = chosen.init(scope.n, dtype=scope.dtype, device=torch.device("meta"))
         state = sum(t.numel() * t.element_size() for t in leaves(point))
         if pg["momentum"]:
             state += sum(real(p).numel() * scope.wide(p).itemsize for p in scope.params)
         adam = 2 * sum(p.numel() * p.element_size() for p in scope.params)
+        first = names[scope.params[0]]
         x = torch.empty(scope.n, dtype=scope.dtype, device="meta")
         fit = _operations(functools.partial(chosen.fit, point, x, x))
         precondition = _operations(functools.partial(chosen.precondition, point, x))
-        name = names[scope.params[0]] if len(shared) == 1 else f"{len(shared)} tensors"
+        name = first if len(scope.params) == 1 else f"{len(scope.params)} tensors"
+        if len(scope.units) > 1:
+            name = f"{first} and {len(scope.units) - 1} alike"
         rows.append(Row(name, str(chosen), scope.n, state, adam, fit, precondition))
     return Plan(tuple(rows), prob)
 
@@ -141,23 +144,21 @@ def richest(params: Iterable[Tensor], memory_budget: float) -> Group:
     raise ValueError(f"memory_budget needs at least {least} bytes for these parameters, got {memory_budget:g}")
 
 
-def _members(model: Any, group: Any, options: ParamGroup) -> tuple[Members, dict[Tensor, str]]:
-    """List the trainable parameters with their options, and their names."""
+def _members(model: Any, group: Any, options: ParamGroup) -> list[Member]:
+    """List the trainable parameters with their options and names."""
     named: list[Any] = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     if not named:
         raise ValueError("a plan needs parameters, got none")
     if not isinstance(named[0], dict):
         named = [options | {"params": named, "group": lra(10) if group is None else group}]
-    members: Members = []
-    names: dict[Tensor, str] = {}
+    found = []
     for pg in named:
         labels = pg.get("param_names") or [f"parameter {i}" for i in range(len(pg["params"]))]
         for item, label in zip(pg["params"], labels, strict=True):
             name, p = item if isinstance(item, tuple) else (label, item)
             if p.requires_grad and p.numel():
-                members.append((p, pg))
-                names[p] = name
-    return members, names
+                found.append(Member(p, pg, name))
+    return found
 
 
 class _Counter(TorchDispatchMode):

@@ -1,8 +1,10 @@
-"""A scope: parameters that share one preconditioner.
+"""A scope: parameters that share one preconditioner, or equal ones that are moved side by side.
 
 The mathematics wants one flat vector and one point. Checkpoints want everything per parameter. Both are views of one
-storage: a leaf whose leading axis has length n holds a row for each entry of the parameters, so that each parameter
-owns its rows, in its own shape; any other leaf (step-size memories, Kronecker factors) is kept by the first parameter.
+storage. A scope has units, each with a point of its own; several equal units are `Blocks` of one group, stacked along
+the leading axis of every leaf. In a unit, a leaf whose leading axis is as long as the unit holds a row for each entry,
+so that each parameter owns its rows, in its own shape; any other leaf (step-size memories, Kronecker factors) is kept
+by the unit's first parameter.
 """
 
 from __future__ import annotations
@@ -15,10 +17,14 @@ import torch
 from torch import Tensor
 
 from psgd.group import Group, Point
+from psgd.groups.blocks import Blocks
 from psgd.groups.padded import Padded
 from psgd.probes import generator, mix
 
 State = Mapping[Tensor, dict[str, Any]]
+
+SCALE = ("level", "pairs")
+"""What the initial scale is found from: the largest curvature met, and in how many pairs. By the units' first."""
 
 
 def real(t: Tensor) -> Tensor:
@@ -26,18 +32,91 @@ def real(t: Tensor) -> Tensor:
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
-class Scope:
-    """One group's point over the concatenation of some parameters, in lockstep with their entries of the state."""
+class Unit:
+    """Parameters as one vector: end to end, or a weight and a bias as the rows of [W b]."""
 
-    def __init__(self, group: Group | Padded, params: Sequence[Tensor], dtype: torch.dtype | None) -> None:
-        self.group, self.params = group, list(params)
-        self.sizes = [real(p).numel() for p in self.params]
-        self.n, self.device = sum(self.sizes), self.params[0].device
+    def __init__(self, params: Sequence[Tensor], affine: bool = False) -> None:
+        self.params = list(params)
+        self.shapes = [real(p).shape for p in self.params]
+        self.sizes = [s.numel() for s in self.shapes]
+        self.n = sum(self.sizes)
+        self.rows = self.shapes[0][0] if affine else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its tensor, or of [W b]."""
+        return (self.rows, self.n // self.rows) if self.rows > 1 else tuple(self.shapes[0]) or (1,)
+
+    def flat(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
+        """Return pieces that make up the vector; None counts as zero."""
+        like = self.params[0]
+        pieces = [
+            torch.zeros(size, dtype=dtype, device=like.device) if t is None else real(t).reshape(-1).to(dtype)
+            for t, size in zip(tensors, self.sizes, strict=True)
+        ]
+        if self.rows == 1:
+            return pieces
+        return [torch.cat([t.view(self.rows, -1) for t in pieces], 1).view(-1)]
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Cut a vector into the shapes of the parameters (complex ones as pairs of reals)."""
+        widths = [size // self.rows for size in self.sizes]
+        pieces = x.view(self.rows, -1).split(widths, 1)
+        return [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    # --- points
+
+    def slices(self, point: Point) -> list[Point]:
+        """Give each parameter its part of a point."""
+        found: list[Point] = [{} for _ in self.params]
+        for key, leaf in point.items():
+            if isinstance(leaf, dict):
+                for q, part in zip(found, self.slices(leaf), strict=True):
+                    q[key] = part
+            elif leaf.shape[:1] == (self.n,):
+                for q, shape, rows in zip(found, self.shapes, leaf.split(self.sizes), strict=True):
+                    q[key] = rows.view((*shape, *leaf.shape[1:]))
+            else:
+                found[0][key] = leaf
+        return found
+
+    def gather(self, template: Point, slices: Sequence[Point], group: Any) -> Point:
+        """Put a point together again, as the template has it."""
+        point: Point = {}
+        extra = slices[0].keys() - template.keys()
+        if extra:
+            raise ValueError(f"the state was saved for another group: {group} has no {sorted(extra)}")
+        for key, leaf in template.items():
+            if isinstance(leaf, dict):  # checkpoint tools drop empty ones
+                point[key] = self.gather(leaf, [q.get(key, {}) for q in slices], group)
+                continue
+            rows = leaf.shape[:1] == (self.n,)
+            shapes = [(*shape, *leaf.shape[1:]) for shape in self.shapes] if rows else [leaf.shape]
+            pieces: list[Any] = [q.get(key) for q in slices[: len(shapes)]]
+            for piece, shape in zip(pieces, shapes, strict=True):
+                if not isinstance(piece, Tensor) or piece.shape != shape:
+                    got = tuple(piece.shape) if isinstance(piece, Tensor) else "none"
+                    needs = f"{group} needs {key!r} of shape {tuple(shape)}, got {got}"
+                    raise ValueError(f"the state was saved for another group: {needs}")
+            value = torch.cat([t.reshape(-1, *leaf.shape[1:]) for t in pieces]) if rows else pieces[0].clone()
+            point[key] = value.to(self.params[0].device, leaf.dtype)
+        return point
+
+
+class Scope:
+    """A group's point over the concatenation of some units, in lockstep with their parameters' entries of the state."""
+
+    def __init__(self, group: Group | Padded, units: Sequence[Unit], dtype: torch.dtype | None) -> None:
+        self.units, self._part = list(units), group
+        self.group: Any = Blocks(units[0].n, group) if len(units) > 1 else group  # type: ignore[arg-type]
+        self.params = [p for unit in self.units for p in unit.params]
+        self.n, self.device = sum(unit.n for unit in self.units), self.params[0].device
         default = torch.float32
         for p in self.params:
             default = torch.promote_types(default, real(p).dtype)
         self.dtype = dtype or default
         self.point: Point = {}
+        self.scale: dict[str, Tensor] = {}  # for each unit
         self.pair: tuple[Tensor, ...] | None = None  # (v, h) of the last fit, once somebody looks: see step_report
         self._wanted = dtype or torch.float32
         self._installed: list[Any] = []
@@ -53,57 +132,31 @@ class Scope:
     def restore(self, state: State) -> None:
         """Take the point from the per-parameter state, as after a load, a copy or a move."""
         try:
-            template = self.group.init(self.n, dtype=self.dtype, device=torch.device("meta"))
+            template = self._part.init(self.units[0].n, dtype=self.dtype, device=torch.device("meta"))
         except ValueError as e:
             raise ValueError(f"the state was saved for another group: {e}") from e
-        self.point = self._gather(template, [state[p].get("q", {}) for p in self.params])
+        slices = [[state[p].get("q", {}) for p in unit.params] for unit in self.units]
+        points = [u.gather(template, q, self._part) for u, q in zip(self.units, slices, strict=True)]
+        self.point = points[0] if len(points) == 1 else stacked(points)
         self._install(state)
 
     def intact(self, state: State, params: Sequence[Tensor]) -> bool:
         """Whether these are still the parameters, and the state still holds the views that were installed."""
-        return len(params) == len(self.params) and all(
-            p is mine and state[p].get("q") is q
-            for p, mine, q in zip(params, self.params, self._installed, strict=True)
-        )
+        mine = dict(zip(self.params, self._installed, strict=True))
+        return len(params) == len(mine) and all(p in mine and state[p].get("q") is mine[p] for p in params)
 
     def _install(self, state: State) -> None:
-        self._installed = self._slices(self.point)
+        points = [self.point] if len(self.units) == 1 else unstacked(self.point, len(self.units))
+        self._installed = [q for unit, point in zip(self.units, points, strict=True) for q in unit.slices(point)]
         for p, q in zip(self.params, self._installed, strict=True):
             state[p]["q"] = q
-
-    def _slices(self, point: Point) -> list[Point]:
-        slices: list[Point] = [{} for _ in self.params]
-        for key, leaf in point.items():
-            if isinstance(leaf, dict):
-                for q, inner in zip(slices, self._slices(leaf), strict=True):
-                    q[key] = inner
-            elif leaf.shape[:1] == (self.n,):
-                for q, p, rows in zip(slices, self.params, leaf.split(self.sizes), strict=True):
-                    q[key] = rows.view((*real(p).shape, *leaf.shape[1:]))
-            else:
-                slices[0][key] = leaf
-        return slices
-
-    def _gather(self, template: Point, slices: Sequence[Point]) -> Point:
-        point: Point = {}
-        extra = slices[0].keys() - template.keys()
-        if extra:
-            raise ValueError(f"the state was saved for another group: {self.group} has no {sorted(extra)}")
-        for key, leaf in template.items():
-            if isinstance(leaf, dict):  # checkpoint tools drop empty ones
-                point[key] = self._gather(leaf, [q.get(key, {}) for q in slices])
-                continue
-            rows = leaf.shape[:1] == (self.n,)
-            shapes = [(*real(p).shape, *leaf.shape[1:]) for p in self.params] if rows else [leaf.shape]
-            pieces: list[Any] = [q.get(key) for q in slices[: len(shapes)]]
-            for piece, shape in zip(pieces, shapes, strict=True):
-                if not isinstance(piece, Tensor) or piece.shape != shape:
-                    got = tuple(piece.shape) if isinstance(piece, Tensor) else "none"
-                    needs = f"{self.group} needs {key!r} of shape {tuple(shape)}, got {got}"
-                    raise ValueError(f"the state was saved for another group: {needs}")
-            value = torch.cat([t.reshape(-1, *leaf.shape[1:]) for t in pieces]) if rows else pieces[0].clone()
-            point[key] = value.to(self.device, leaf.dtype)
-        return point
+        exact = torch.promote_types(self.dtype, torch.float32)
+        for key in SCALE:
+            known = [state[unit.params[0]].get(key, 0.0) for unit in self.units]
+            values = [torch.as_tensor(t, dtype=exact, device=self.device) for t in known]
+            self.scale[key] = torch.stack(values)
+            for unit, value in zip(self.units, self.scale[key].unbind(), strict=True):
+                state[unit.params[0]][key] = value
 
     # --- vectors
 
@@ -113,24 +166,53 @@ class Scope:
 
     def flat(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Concatenate one tensor for each parameter; None counts as zero."""
-        pieces = [
-            torch.zeros(size, dtype=self.dtype, device=self.device) if t is None else real(t).reshape(-1).to(self.dtype)
-            for t, size in zip(tensors, self.sizes, strict=True)
-        ]
+        rest, pieces = iter(tensors), []
+        for unit in self.units:
+            pieces += unit.flat(list(itertools.islice(rest, len(unit.params))), self.dtype)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Cut a flat vector into the shapes of the parameters (complex ones as pairs of reals)."""
-        return [piece.view(real(p).shape) for p, piece in zip(self.params, x.split(self.sizes), strict=True)]
+        return [t for unit, piece in zip(self.units, self.each(x), strict=True) for t in unit.split(piece)]
+
+    def each(self, x: Tensor) -> Tensor:
+        """View a flat vector as rows, one for each unit."""
+        return x.view(len(self.units), -1)
 
     # --- fitting
 
+    def scaled(self, factors: Tensor) -> Point:
+        """Return the point with each unit's Q multiplied by its factor."""
+        return self.group.scaled(self.point, factors if len(self.units) > 1 else factors[0])
+
     def move(self, new: Point, ok: Tensor) -> None:
-        """Write a new point in place, or leave the old one where `ok` is false or the new one is not finite."""
+        """Write a new point in place, or leave the old one for units where `ok` is false or the new is not finite."""
         moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
-        ok = torch.stack([ok, *(leaf.isfinite().all() for _, leaf in moved)]).all()
+        count = len(self.units)
+        for _, leaf in moved:
+            ok = ok & leaf.isfinite().view(count, -1).all(1)
         for old, leaf in moved:
-            old.copy_(torch.where(ok, leaf, old))
+            fits = ok.view(-1, *[1] * (leaf.ndim - 1)) if count > 1 else ok[0]
+            old.copy_(torch.where(fits, leaf, old))
+
+
+def stacked(points: Sequence[Point]) -> Point:
+    """Stack equal points leaf by leaf."""
+    first = points[0]
+    return {
+        k: stacked([q[k] for q in points]) if isinstance(first[k], dict) else torch.stack([q[k] for q in points])
+        for k in first
+    }
+
+
+def unstacked(point: Point, count: int) -> list[Point]:
+    """Return the points of a stack, as views."""
+    found: list[Point] = [{} for _ in range(count)]
+    for key, leaf in point.items():
+        parts = unstacked(leaf, count) if isinstance(leaf, dict) else leaf.unbind()
+        for q, part in zip(found, parts, strict=True):
+            q[key] = part
+    return found
 
 
 def leaves(point: Point) -> Iterator[Tensor]:

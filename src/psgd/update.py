@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
 from psgd.scope import Scope, State, real
 
-SCALE_STATE = ("level", "pairs")
+Fit = Callable[[Any], Callable[..., Any]]
+"""Which of a group's steps: `fit` or `whiten`."""
+
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
 _BALANCE_EVERY = 10
 
@@ -28,32 +30,32 @@ class Update:
     grads: dict[Tensor, Tensor]
     ok: Tensor
 
-    def fit(self, scope: Scope, v: dict[Tensor, Tensor], h: dict[Tensor, Tensor]) -> None:
+    def fit(self, scope: Scope, v: dict[Tensor, Tensor], h: dict[Tensor, Tensor], fit: Fit) -> None:
         """Move the scope's point by one step on its pair; parameters without h have no part in it."""
         pg, known = self.options[scope.params[0]], [p if p in h else None for p in scope.params]
-        v_flat = scope.flat([None if p is None else v[p] for p in known])
+        v_flat = scope.flat([None if p is None else v.get(p) for p in known])
         h_flat = scope.flat([None if p is None else h[p] for p in known])
         # a pair without curvature says nothing: Q would grow for ever
-        ok = self.ok & h_flat.isfinite().all() & (h_flat != 0).any()
-        h_flat = torch.where(ok, h_flat, 0)
+        each = scope.each(h_flat)
+        ok = self.ok & each.isfinite().all(1) & (each != 0).any(1)
+        h_flat = torch.where(ok[:, None], each, 0).view(-1)
         if scope.pair is not None:
             scope.pair = (v_flat, h_flat)
         point, group = scope.point, scope.group
         if pg["init_scale"] is None and group.scalable:
-            point = group.scaled(point, _rescale(self.state[scope.params[0]], v_flat, h_flat, ok))
+            point = scope.scaled(_rescale(scope, v_flat, h_flat, ok))
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
-        point = group.fit(point, v_flat, h_flat, lr=pg["precond_lr"], coin=coin, rule=pg["rule"])
+        point = fit(group)(point, v_flat, h_flat, lr=pg["precond_lr"], coin=coin, rule=pg["rule"])
         if pg["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1:
             point = group.balance(point)
         scope.move(point, ok)
 
-    def direction(self, scope: Scope) -> Tensor:
+    def direction(self, scope: Scope, m: dict[Tensor, Tensor]) -> Tensor:
         """Return P m, m the averaged gradient; zero where the step is skipped."""
-        averaged = [self._average(scope, p) if p in self.grads else None for p in scope.params]
-        x = torch.where(self.ok, scope.flat(averaged), 0)
+        x = torch.where(self.ok, scope.flat([m.get(p) for p in scope.params]), 0)
         return scope.group.precondition(scope.point, x) if schedule(self.options[scope.params[0]]).ever else x
 
-    def _average(self, scope: Scope, p: Tensor) -> Tensor:
+    def average(self, scope: Scope, p: Tensor) -> Tensor:
         """m ← βm + (1−β)g, as a plain mean while that weighs g more."""
         g, beta, state = real(self.grads[p]), self.options[p]["momentum"], self.state[p]
         if not beta:
@@ -83,13 +85,14 @@ class Update:
             self.state[p]["step"].add_(self.ok)
 
 
-def clip(directions: Sequence[Tensor], lead: ParamGroup) -> None:
-    """Bound the directions in place: each one's root mean square, the norm of all, every entry."""
+def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup) -> None:
+    """Bound the directions in place: each unit's root mean square, the norm of all, every entry."""
     tiny = torch.finfo(torch.bfloat16).tiny
     if lead["max_rms"] is not None and schedule(lead).ever:
-        for d in directions:
-            rms = torch.linalg.vector_norm(d) / d.numel() ** 0.5
-            d.mul_((lead["max_rms"] / rms.clamp_min(tiny)).clamp_max(1))
+        for scope, d in zip(scopes, directions, strict=True):
+            each = scope.each(d)
+            rms = torch.linalg.vector_norm(each, dim=1, keepdim=True) / each.shape[1] ** 0.5
+            each.mul_((lead["max_rms"] / rms.clamp_min(tiny)).clamp_max(1))
     if lead["max_norm"] is not None and directions:
         norm = torch.stack([torch.linalg.vector_norm(d).to(directions[0]) for d in directions]).norm()
         for d in directions:
@@ -114,16 +117,16 @@ def finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
     return torch.stack([t.to(checks[0].device) for t in checks]).all()
 
 
-def _rescale(state: dict[str, Any], v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
-    """Return the factor that brings Q to the scale P ≈ 1/level, level the largest curvature met so far."""
-    most = h.abs().amax().clamp_min(torch.finfo(h.dtype).tiny)
-    level = most * (h / most).pow(4).mean().pow(0.25) / v.square().mean().sqrt()  # fourth moment: heavy tails count
-    exact = torch.promote_types(level.dtype, torch.float32)
-    for key in SCALE_STATE:
-        state.setdefault(key, torch.zeros((), dtype=exact, device=level.device))
-    ok = ok & (state["pairs"] < _SCALE_PAIRS)
-    old = state["level"].clone()
-    state["level"].copy_(torch.where(ok, torch.maximum(old, level), old))
-    state["pairs"].add_(ok)
-    new = torch.where(ok, state["level"], 1.0)
+def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
+    """Return the factors that bring each unit's Q to the scale P ≈ 1/level, level the largest curvature met so far."""
+    v, h = scope.each(v), scope.each(h)
+    most = h.abs().amax(1).clamp_min(torch.finfo(h.dtype).tiny)
+    moment = (h / most[:, None]).pow(4).mean(1).pow(0.25)  # the fourth: heavy tails count
+    spread = v.square().mean(1).sqrt()
+    level = most * moment / torch.where(spread > 0, spread, 1.0)
+    ok = ok & (scope.scale["pairs"] < _SCALE_PAIRS)
+    old = scope.scale["level"].clone()
+    scope.scale["level"].copy_(torch.where(ok, torch.maximum(old, level), old))
+    scope.scale["pairs"].add_(ok)
+    new = torch.where(ok, scope.scale["level"], 1.0)
     return torch.where(ok, torch.where(old > 0, old / new, 1 / new).sqrt(), 1.0)

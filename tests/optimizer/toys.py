@@ -43,9 +43,12 @@ def rosenbrock(x: Tensor) -> Tensor:
 
 def preconditioner(opt: PSGD, *params: Tensor) -> Tensor:
     """Return the dense P of the scope that holds these parameters, from the state that a checkpoint would hold."""
-    scope = next(s for s in opt._scopes() if s.params[0] is params[0])
+    places = ((s, i) for s in opt._scopes() for i, unit in enumerate(s.units) if unit.params[0] is params[0])
+    scope, i = next(places)
     eye = torch.eye(scope.n, dtype=scope.dtype)
-    return torch.stack([scope.group.precondition(scope.point, e) for e in eye]).double()
+    whole = torch.stack([scope.group.precondition(scope.point, e) for e in eye]).double()
+    size = scope.units[i].n
+    return whole[i * size : (i + 1) * size, i * size : (i + 1) * size]
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,10 +49,17 @@ class Blocks(Group):
     def orthogonal(self) -> bool:
         return self.part.orthogonal
 
+    @property
+    def probing(self) -> bool:
+        return self.part.probing
+
     def origin(self, n: int, where: Where) -> Point:
         return _repeat(self.part.origin(self.k, where), n // self.k)
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
+        """Return the coordinates of s·Q, or of sᵢ·Aᵢ for each block."""
+        if isinstance(s, Tensor) and s.ndim:
+            return torch.vmap(self.part.scaled)(q, s)
         return self.part.scaled(q, s)
 
     def balance(self, q: Point) -> Point:
@@ -90,6 +98,18 @@ class Blocks(Group):
             return self.part.singular_values(p, self.k)
 
         return None if one(_first(q)) is None else torch.vmap(one)(q).flatten()
+
+    def fit(self, q: Point, v: Tensor, h: Tensor, **options: Any) -> Point:
+        return self._moved(self.part.fit, q, v, h, options)
+
+    def whiten(self, q: Point, v: Tensor, h: Tensor, **options: Any) -> Point:
+        return self._moved(self.part.whiten, q, v, h, options)
+
+    def _moved(self, move: Callable[..., Point], q: Point, v: Tensor, h: Tensor, options: dict[str, Any]) -> Point:
+        if not self.moves:
+            return q
+        each = torch.vmap(functools.partial(move, **options), in_dims=(0, -2, -2))
+        return each(q, self._split(v), self._split(h))
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         def one(p: Point, piece: Residual) -> Point:

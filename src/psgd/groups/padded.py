@@ -47,6 +47,11 @@ class Padded:
         """As `Group.scalable`."""
         return self.part.scalable
 
+    @property
+    def probing(self) -> bool:
+        """As `Group.probing`."""
+        return True
+
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         """As `Group.scaled`."""
         return self.part.scaled(q, s)
@@ -61,6 +66,10 @@ class Padded:
         units = torch.eye(extra, dtype=v.dtype, device=v.device)
         v, h = (torch.cat((pad(t.reshape(-1, n), (0, extra)), pad(units, (n, 0)).to(t.dtype))) for t in (v, h))
         return self.part.fit(q, v, h, **options)
+
+    def whiten(self, q: Point, v: Tensor, h: Tensor, **options: Any) -> Point:
+        """As `fit`, for a probe v that is independent of h."""
+        return self.fit(q, v, h, **options)
 
     def precondition(self, q: Point, g: Tensor) -> Tensor:
         """P g, the padding's gradient being zero at ϑ = 0."""

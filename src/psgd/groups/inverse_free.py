@@ -1,0 +1,194 @@
+"""Kronecker factors that move by matrix products alone: no solves, and so in bfloat16, too."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from psgd.group import Group, Point, Residual
+from psgd.groups.constant import Identity
+from psgd.groups.dense import Dense
+from psgd.groups.diagonal import Diagonal
+from psgd.groups.kronecker import Kronecker
+from psgd.linalg import batch_sum, lift, maximum_modulus, outer, spectral_norm, subtract
+from psgd.step_size import Smoothed, StepSize
+
+
+class Motion(ABC):
+    """How a dense factor Q ≈ Qᵀ > 0 follows G = Π(Ph (Ph)ᵀ − v vᵀ), by a step s with s‖G‖ ≤ μ < 1."""
+
+    @abstractmethod
+    def matrix(self, q: Tensor, g: Tensor) -> Tensor:
+        """Return what to subtract from Q, given s·G."""
+
+    @abstractmethod
+    def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
+        """Return what to subtract from the diagonal of Q, given that of s·G."""
+
+
+@dataclass(frozen=True)
+class Quadratic(Motion):
+    """Q ← (I − ½sG) Q (I − ½sG): symmetric and positive by construction.
+
+    >>> one = torch.ones(1, 1)
+    >>> 1 - Quadratic().matrix(one, 0.5 * one)
+    tensor([[0.5625]])
+    """
+
+    def matrix(self, q: Tensor, g: Tensor) -> Tensor:
+        """Return ½sGQ + ½sQG − ¼s²GQG, symmetric to the last bit."""
+        left = g @ q
+        change = left - 0.25 * left @ g
+        return 0.5 * (change + change.mT)
+
+    def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
+        """Return d − (1 − ½sg)²d."""
+        return g * d - 0.25 * g * g * d
+
+
+@dataclass(frozen=True)
+class Procrustes(Motion):
+    """Q ← Q − sGQ, then turned towards Qᵀ = Q by one step on the orthogonal group, which leaves P alone.
+
+    The turn I + αR + ½α²R², with R ∝ Qᵀ − Q, raises tr Q the most for α ≤ 1/8; it is orthogonal up to α⁴/4.
+
+    >>> turned = torch.tensor([[0.0, -1.0], [1.0, 0.0]]) @ torch.eye(2) * 0.1 + torch.eye(2)
+    >>> after = turned - Procrustes().matrix(turned, torch.zeros(2, 2))
+    >>> bool((after - after.mT).norm() < 0.01 * (turned - turned.mT).norm())
+    True
+    """
+
+    def matrix(self, q: Tensor, g: Tensor) -> Tensor:
+        """Return sGQ, and what the turn changes."""
+        change = g @ q
+        moved = q - change
+        skew = moved.mT - moved
+        size = spectral_norm(skew).clamp_min(torch.finfo(q.dtype).tiny)
+        skew = skew / size
+        once = skew @ moved
+        twice = skew @ once
+        slope, bend = once.diagonal().sum(), twice.diagonal().sum()
+        best = torch.where(bend < 0, slope / (-bend).clamp_min(torch.finfo(q.dtype).tiny), 0.125)
+        angle = best.clamp(0, 0.125)
+        return change - angle * (once + 0.5 * angle * twice)
+
+    def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
+        """Return sgd."""
+        return g * d
+
+
+@dataclass(frozen=True)
+class InverseFree(Kronecker):
+    """Q = A₁ ⊗ A₂ ⊗ …, fitted by products alone: factor i follows Gᵢ, what Ph (Ph)ᵀ − v vᵀ is along its axis.
+
+    In left coordinates G is Q(aaᵀ − bbᵀ)Qᵀ: another metric on the same group, with the same fixed point where the
+    covariance of h is a Kronecker product. Dense factors stay nearly symmetric, by `motion`. In whitening, where v is
+    independent of h, the mean of v vᵀ is known and taken: it needs no probes.
+
+    A factor has no direction with more than 1/damping of the tensor's mean preconditioner in it: entries without any
+    gradient would let it grow for ever.
+
+    >>> group = InverseFree((2, 3), (Dense(), Diagonal()))
+    >>> q = group.whiten(group.init(6), torch.ones(6), torch.ones(6))
+    >>> q["0"]["Q"].shape, q["1"]["d"].shape
+    (torch.Size([2, 2]), torch.Size([3]))
+    """
+
+    motion: Motion = Procrustes()
+    damping: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for part in self.parts:
+            if not isinstance(part, (Dense, Diagonal, Identity)):
+                raise ValueError(f"InverseFree needs factors Dense(), Diagonal() or Identity(), got {part}")
+        if not self.damping >= 0:
+            raise ValueError(f"InverseFree needs damping >= 0, got damping={self.damping}")
+
+    @property
+    def probing(self) -> bool:
+        return False
+
+    def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+        raise ValueError(f"{self} moves as a whole, and cannot be a factor of a product or a sum")
+
+    def fit(
+        self,
+        q: Point,
+        v: Tensor,
+        h: Tensor,
+        *,
+        lr: float | Tensor = 0.1,
+        coin: bool = True,
+        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
+    ) -> Point:
+        del coin
+        ph, lr = self.precondition(q, h), self.share(lr)
+        moved = {
+            str(i): self._moved(q[str(i)], self._trace(ph, i), self._trace(v, i), lr, rule) for i in self._moving()
+        }
+        return q | moved
+
+    def whiten(
+        self,
+        q: Point,
+        v: Tensor,
+        h: Tensor,
+        *,
+        lr: float | Tensor = 0.1,
+        coin: bool = True,
+        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
+    ) -> Point:
+        del v, coin
+        n, count = math.prod(self.shape), h.numel() // h.shape[-1]
+        ph, lr = self.precondition(q, h), self.share(lr)
+        squares = {i: _squared(self.parts[i], q[str(i)]) for i in self._moving()}
+        totals = {i: _total(t) for i, t in squares.items()}
+        noise = self.damping**2 * lift(h).square().sum() / n  # as if h had some, of this size, in every entry
+        moved = {}
+        for i, square in squares.items():
+            rest = math.prod([t for j, t in totals.items() if j != i], start=noise)
+            up = lift(self._trace(ph, i)) + rest * square
+            moved[str(i)] = self._moved(q[str(i)], up, count * n / self.shape[i], lr, rule)
+        return q | moved
+
+    def _moving(self) -> list[int]:
+        return [i for i, part in enumerate(self.parts) if part.moves]
+
+    def _trace(self, x: Tensor, i: int) -> Tensor:
+        """Return the partial trace of x xᵀ over all axes but one, summed over the batch."""
+        x = self._move(x, i)
+        return outer(x, x) if isinstance(self.parts[i], Dense) else batch_sum(x * x)
+
+    def _moved(self, p: Point, up: Tensor, down: Tensor | float, lr: float | Tensor, rule: StepSize) -> Point:
+        """Return a factor's new point, for G = up − down; a number stands for as many times I."""
+        (key,) = p.keys() - {"ell"}
+        up = lift(up)
+        norm: Callable[[Tensor], Tensor] = maximum_modulus if up.ndim == 1 else spectral_norm
+        if isinstance(down, Tensor):
+            g, below = up - lift(down), norm(down)
+        else:
+            g, below = (
+                up - (down if up.ndim == 1 else down * torch.eye(len(up)).to(up)),
+                torch.full_like(up.sum(), down),
+            )
+        size, ell = rule(lr, p["ell"], lambda: norm(g), lambda: norm(up) + below)
+        change = self.motion.diagonal if up.ndim == 1 else self.motion.matrix
+        return {key: subtract(p[key], 1.0, change(lift(p[key]), size * g)), "ell": ell}
+
+
+def _squared(part: Group, p: Point) -> Tensor:
+    """P² of a factor."""
+    if isinstance(part, Diagonal):
+        return lift(p["d"]).pow(4)
+    square = lift(p["Q"]).mT @ lift(p["Q"])
+    return square @ square
+
+
+def _total(t: Tensor) -> Tensor:
+    return t.sum() if t.ndim == 1 else t.diagonal().sum()

@@ -1,0 +1,139 @@
+"""Kronecker preconditioning for whole models: which factor each axis of each tensor gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from psgd.curvature import Curvature, whiten_momentum
+from psgd.group import Group
+from psgd.groups.constant import Identity
+from psgd.groups.dense import Dense
+from psgd.groups.diagonal import Diagonal
+from psgd.groups.inverse_free import InverseFree, Motion, Procrustes
+from psgd.groups.kronecker import Kronecker
+from psgd.groups.triangular import Triangular
+
+Shape = tuple[int, ...]
+Override = Callable[[Shape], Group]
+
+
+@dataclass(frozen=True)
+class Kron:
+    """A rule from a tensor's shape, and its name, to Q = A₁ ⊗ A₂ ⊗ …; made by `kron`."""
+
+    factor: Triangular | Motion = Procrustes()  # noqa: RUF009 - frozen
+    max_size: int = 8192
+    max_skew: float = 1.0
+    memory: float = 2.0
+    damping: float = 1e-3
+    layers: tuple[tuple[str, str], ...] = ()
+    overrides: tuple[tuple[str, Override], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.factor, (Triangular, Motion)):
+            raise ValueError(f"kron needs a factor Triangular(), Quadratic() or Procrustes(), got {self.factor!r}")
+        for key in ("max_size", "max_skew", "memory", "damping"):
+            if not getattr(self, key) >= 0:
+                raise ValueError(f"kron needs {key} >= 0, got {getattr(self, key)}")
+
+    def __call__(self, shape: Shape, name: str = "") -> Group:
+        """Return the group of a tensor."""
+        for pattern, override in self.overrides:
+            if fnmatchcase(name, pattern):
+                return override(tuple(shape))
+        shape = tuple(shape) or (1,)
+        dense = self.dense(shape)
+        matrix = self.factor if isinstance(self.factor, Triangular) else Dense()
+        parts = tuple(matrix if i in dense else Diagonal() if n > 1 else Identity() for i, n in enumerate(shape))
+        if max(shape) == 1:
+            parts = (Diagonal(), *parts[1:])
+        if isinstance(self.factor, Triangular):
+            return Kronecker(shape, parts)
+        return InverseFree(shape, parts, self.factor, self.damping)
+
+    def dense(self, shape: Shape) -> set[int]:
+        """Return the axes that get a matrix: those within the caps, the smallest first, while memory lasts.
+
+        >>> kron().dense((512, 128)), kron().dense((128, 128)), kron().dense((50257, 768)), kron().dense((768,))
+        ({1}, {0, 1}, {1}, set())
+        """
+        count, found, used = math.prod(shape), set(), 0
+        for i in sorted(range(len(shape)), key=lambda i: shape[i]):
+            size = shape[i] ** 2
+            fits = (
+                1 < shape[i] <= self.max_size and size <= self.max_skew * count and used + size <= self.memory * count
+            )
+            if fits:
+                found.add(i)
+                used += size
+        return found
+
+
+def kron(
+    factor: Triangular | Motion = Procrustes(),  # noqa: B008 - frozen
+    *,
+    max_size: int = 8192,
+    max_skew: float = 1.0,
+    memory: float = 2.0,
+    damping: float = 1e-3,
+    affine: nn.Module | None = None,
+    overrides: Mapping[str, Override] | None = None,
+) -> Kron:
+    """Kronecker preconditioning of every tensor: a matrix along each axis that is not too long, else a diagonal.
+
+    Args:
+        factor: how a matrix moves: `Procrustes()` and `Quadratic()` keep it symmetric, by products alone;
+            `Triangular()` is the paper's, with solves.
+        max_size: no matrix along an axis longer than this.
+        max_skew: no matrix with more than max_skew times the entries of the tensor.
+        memory: the matrices of a tensor have at most this many times its entries together.
+        damping: bounds P by 1/damping of its mean in a tensor, where there is no gradient (not for `Triangular`).
+        affine: a module whose layers' weights and biases are preconditioned together, as one matrix [W b].
+            The optimizer then needs names: `PSGD(model.named_parameters(), …)`.
+        overrides: from patterns of names (as of files) to a rule from shape to group, the first that fits.
+
+    >>> import psgd
+    >>> kron()((3, 4))
+    InverseFree(shape=(3, 4), parts=(Dense(), Diagonal()), motion=Procrustes(), damping=0.001)
+    >>> kron(psgd.Triangular())((4, 4))
+    Kronecker(shape=(4, 4), parts=(Triangular(), Triangular()))
+    >>> kron(overrides={"*.bias": lambda shape: psgd.XMat()})((4,), "head.bias")
+    XMat()
+    """
+    layers = () if affine is None else affine_layers(affine)
+    return Kron(factor, max_size, max_skew, memory, damping, layers, tuple((overrides or {}).items()))
+
+
+def affine_layers(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return the names of the weight and the bias of every layer that maps x to Wx + b.
+
+    >>> affine_layers(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1, bias=False)))
+    (('0.weight', '0.bias'),)
+    """
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    found = [name for name, m in model.named_modules() if isinstance(m, kinds) and m.bias is not None]
+    return tuple((f"{name}.weight".lstrip("."), f"{name}.bias".lstrip(".")) for name in found)
+
+
+def like_adamw(
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 1e-2,
+    curvature: Curvature = whiten_momentum,
+) -> dict[str, object]:
+    """Return options of PSGD whose steps have the size of AdamW's with this setting, where noise dominates gradients.
+
+    Then AdamW's step is lr·√((1 − β₁)/(1 + β₁)) in each entry: a mean of about (1 + β₁)/(1 − β₁) gradients over the
+    size of one. So is P m where P whitens gradients; where it whitens the momentum m itself, the step is lr. The decay
+    lr·λ of a step stays the same.
+
+    >>> like_adamw(3e-3, weight_decay=0.1)["lr"]
+    0.000688...
+    """
+    ratio = math.sqrt((1 - betas[0]) / (1 + betas[0])) if curvature == whiten_momentum else 1.0
+    return {"lr": ratio * lr, "momentum": betas[0], "weight_decay": weight_decay / ratio, "curvature": curvature}

@@ -1,0 +1,184 @@
+"""Factors that move by products alone: their fixed points, their motions, and what must hold on the way."""
+
+import pytest
+import torch
+
+from psgd import Dense, Diagonal, Identity, InverseFree, Kronecker, Normalized, Procrustes, Quadratic, Triangular
+from psgd.groups.inverse_free import Motion
+
+MOTIONS = [Quadratic(), Procrustes()]
+
+
+def spd(n, decades, seed):
+    q, _ = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    return q @ torch.diag(torch.logspace(0, decades, n, dtype=torch.float64)) @ q.mT
+
+
+def preconditioner(group, q, n):
+    eye = torch.eye(n, dtype=next(iter(q["0"].values())).dtype)
+    return torch.stack([group.precondition(q, e) for e in eye]).double()
+
+
+def spread(p, h):
+    """Return the condition number and the mean of the eigenvalues of PH."""
+    values = torch.linalg.eigvals(p @ h).real
+    return float(values.max() / values.min()), float(values.mean())
+
+
+LEFT, RIGHT = spd(4, 1.5, 0), spd(5, 1.0, 1)
+
+
+def walk(group, whitening, steps=1500, lr=0.5, dtype=torch.float64):
+    """Fit to matrices G = A Z B, of covariance A² ⊗ B², or to products with the Hessian A ⊗ B."""
+    rng, q = torch.Generator().manual_seed(2), group.init(20, dtype=dtype)
+    for t in range(steps):
+        v = torch.randn(4, 5, generator=rng, dtype=torch.float64)
+        h = (LEFT @ v @ RIGHT).flatten().to(dtype)
+        rate = lr * max(0.02, 1 - t / (0.9 * steps))
+        if whitening:
+            q = group.whiten(q, torch.randn(20, generator=rng, dtype=torch.float64).to(dtype), h, lr=rate)
+        else:
+            q = group.fit(q, v.flatten().to(dtype), h, lr=rate)
+    return q
+
+
+GROUPS = [
+    InverseFree((4, 5), (Dense(), Dense()), Quadratic(), damping=0.0),
+    InverseFree((4, 5), (Dense(), Dense()), Procrustes(), damping=0.0),
+    Kronecker((4, 5), (Triangular(), Triangular())),
+]
+NAMES = ["quadratic", "procrustes", "triangular"]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=NAMES)
+def test_newton_pairs_lead_to_the_inverse_of_a_kronecker_product(group):
+    p = preconditioner(group, walk(group, whitening=False, steps=2500), 20)
+    condition, mean = spread(p, torch.kron(LEFT, RIGHT))
+    bound = 1e-3 if isinstance(group, InverseFree) else 0.1  # the paper's is slower, by its bound of the norm
+    assert condition < 1 + bound and abs(mean - 1) < bound
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=NAMES)
+def test_whitening_leads_to_the_inverse_root_of_the_covariance(group):
+    p = preconditioner(group, walk(group, whitening=True, steps=3000), 20)
+    condition, mean = spread(p, torch.kron(LEFT, RIGHT))
+    assert condition < 1.6 and 0.85 < mean < 1.15  # from 316
+
+
+@pytest.mark.parametrize("motion", MOTIONS, ids=str)
+def test_a_vector_is_whitened_entry_by_entry(motion):
+    group = InverseFree((3,), (Diagonal(),), motion, damping=0.0)
+    rng, q, sizes = torch.Generator().manual_seed(0), group.init(3), torch.tensor([0.1, 1.0, 10.0])
+    for t in range(2000):
+        h = sizes * torch.randn(3, generator=rng)
+        q = group.whiten(q, h, h, lr=0.5 * max(0.01, 1 - t / 1800))
+    torch.testing.assert_close(group.precondition(q, sizes), torch.ones(3), rtol=0.2, atol=0)
+
+
+@pytest.mark.parametrize("group", GROUPS[:2], ids=NAMES[:2])
+def test_in_bfloat16_too(group):
+    for whitening, bound in ((False, 1.3), (True, 2.0)):
+        q = walk(group, whitening, dtype=torch.bfloat16)
+        assert all(t.dtype == torch.bfloat16 for f in q.values() for k, t in f.items() if k != "ell")
+        condition, mean = spread(preconditioner(group, q, 20), torch.kron(LEFT, RIGHT))
+        assert condition < bound and 0.8 < mean < 1.2
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("motion", MOTIONS, ids=str)
+@pytest.mark.parametrize("rule", [Normalized(), None], ids=str)
+def test_factors_stay_positive_and_nearly_symmetric(motion, lr, rule):
+    group = InverseFree((4, 5), (Dense(), Dense()), motion)
+    rng, q = torch.Generator().manual_seed(1), group.init(20, dtype=torch.float64)
+    options = {} if rule is None else {"rule": rule}
+    for scale in (1e-3, 1.0, 1e4) * 20:
+        h = scale * torch.randn(20, generator=rng, dtype=torch.float64)
+        q = group.whiten(q, h, h, lr=lr, **options)
+        for factor in (q["0"]["Q"], q["1"]["Q"]):
+            assert torch.linalg.det(factor) > 0
+            assert torch.linalg.eigvalsh(0.5 * (factor + factor.mT)).min() > 0
+            asymmetry = (factor - factor.mT).norm() / factor.norm()
+            assert asymmetry < (1e-14 if isinstance(motion, Quadratic) else 0.2)
+
+
+def test_the_quadratic_form_is_what_it_says():
+    q, g = spd(4, 1, 0), 0.1 * spd(4, 0.5, 1)
+    eye = torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(q - Quadratic().matrix(q, g), (eye - g / 2) @ q @ (eye - g / 2))
+
+
+def test_the_turn_of_procrustes_leaves_p_alone_and_finds_the_symmetric_root():
+    q = spd(5, 1, 3)
+    upper, none = 0.3 * torch.ones(5, 5, dtype=torch.float64).triu(1), torch.zeros(5, 5, dtype=torch.float64)
+    turned = torch.linalg.matrix_exp(upper - upper.mT) @ q
+    p = turned.mT @ turned
+    for _ in range(60):
+        turned = turned - Procrustes().matrix(turned, none)
+    torch.testing.assert_close(turned, q, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(turned.mT @ turned, p, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("motion", MOTIONS, ids=str)
+def test_one_fit_is_the_dense_formula(motion):
+    """G of factor i is the partial trace of P h hᵀ P − v vᵀ, and steps are μ/2 over the sum of norms."""
+    group = InverseFree((3, 4), (Dense(), Dense()), motion)
+    rng = torch.Generator().manual_seed(0)
+    q = group.init(12, dtype=torch.float64)
+    q["0"]["Q"], q["1"]["Q"] = spd(3, 0.5, 4), spd(4, 0.5, 5)
+    v, h = torch.randn(2, 12, generator=rng, dtype=torch.float64)
+    new = group.fit(q, v, h, lr=0.2)
+    a, b = q["0"]["Q"], q["1"]["Q"]
+    ph = ((a.mT @ a) @ h.view(3, 4) @ (b.mT @ b)).contiguous()
+    for i, (x, y) in enumerate([(ph, v.view(3, 4)), (ph.mT, v.view(3, 4).mT)]):
+        g = x @ x.mT - y @ y.mT
+        ell = torch.linalg.matrix_norm(x @ x.mT, 2) + torch.linalg.matrix_norm(y @ y.mT, 2)
+        old = (a, b)[i]
+        torch.testing.assert_close(new[str(i)]["ell"], ell, rtol=1e-6, atol=0)
+        torch.testing.assert_close(new[str(i)]["Q"], old - motion.matrix(old, 0.1 / ell * g), rtol=1e-6, atol=1e-9)
+
+
+def test_batches_count_as_their_sum_and_the_probe_does_not_matter_in_whitening():
+    group = InverseFree((3, 4), (Dense(), Diagonal()))
+    q = group.init(12)
+    h = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+    once = group.whiten(q, torch.zeros(12), h[0])
+    torch.testing.assert_close(group.whiten(q, torch.ones(1, 12), h[:1]), once)
+    torch.testing.assert_close(group.whiten(q, torch.ones(5, 12), h[:1].expand(5, 12))["0"]["Q"], once["0"]["Q"])
+
+
+def test_entries_without_gradient_do_not_let_p_grow_for_ever():
+    group = InverseFree((6, 5), (Diagonal(), Dense()), damping=1e-2)
+    rng, q = torch.Generator().manual_seed(0), group.init(30)
+    for _ in range(2000):
+        h = torch.randn(6, 5, generator=rng)
+        h[2] = 0
+        q = group.whiten(q, h, h.flatten(), lr=0.5)
+    p = preconditioner(group, q, 30).diagonal().view(6, 5)
+    assert 10 < p[2].mean() / p[0].mean() < 200
+
+
+def test_axes_of_one_have_no_factor_and_other_factors_are_refused():
+    group = InverseFree((1, 3), (Identity(), Dense()))
+    q = group.whiten(group.init(3), torch.ones(3), torch.ones(3))
+    assert q["0"] == {} and q["1"]["Q"].shape == (3, 3)
+    with pytest.raises(ValueError, match=r"Dense\(\), Diagonal\(\) or Identity\(\), got Triangular"):
+        InverseFree((3, 3), (Triangular(), Dense()))
+    with pytest.raises(ValueError, match="damping >= 0"):
+        InverseFree((3,), (Dense(),), damping=-1.0)
+    product = InverseFree((3,), (Dense(),)) @ Diagonal()
+    with pytest.raises(ValueError, match="as a whole"):
+        product.fit(product.init(3), torch.ones(3), torch.ones(3))
+
+
+def test_a_motion_of_ones_own():
+    class Still(Motion):
+        def matrix(self, q, g):
+            return torch.zeros_like(q)
+
+        def diagonal(self, d, g):
+            return torch.zeros_like(d)
+
+    group = InverseFree((3, 2), (Dense(), Diagonal()), Still())
+    q = group.init(6)
+    moved = group.whiten(q, torch.ones(6), torch.ones(6))
+    assert torch.equal(moved["0"]["Q"], q["0"]["Q"]) and torch.equal(moved["1"]["d"], q["1"]["d"])
