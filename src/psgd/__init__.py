@@ -56,7 +56,9 @@ from psgd.optimizer import PSGD as PSGD
 from psgd.plan import Plan as Plan
 from psgd.plan import plan as plan
 from psgd.plan import richest as richest
+from psgd.schedule import Adaptive as Adaptive
 from psgd.schedule import Bernoulli as Bernoulli
+from psgd.schedule import Decaying as Decaying
 from psgd.schedule import Regular as Regular
 from psgd.schedule import Schedule as Schedule
 from psgd.step_size import Normalized as Normalized

@@ -31,9 +31,10 @@ from psgd.groups.named import lra
 from psgd.groups.padded import Padded
 from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, structure, tensors, validate
 from psgd.probes import normal_like
-from psgd.schedule import Regular, Schedule
+from psgd.schedule import Adaptive, Regular, Schedule
 from psgd.scope import Scope
 from psgd.step_size import Smoothed, StepSize
+from psgd.trend import Trend
 from psgd.update import Update, clip, finite, regularized
 
 Rule = Callable[[tuple[int, ...]], Group]
@@ -132,6 +133,8 @@ class PSGD(Optimizer):
             scope=None,
             iteration=0,
             updates=0,
+            pause=0,
+            wait=0,
             version=STATE_VERSION,
         )
         validate(defaults)
@@ -161,7 +164,7 @@ class PSGD(Optimizer):
     def due(self) -> bool:
         """Whether the next step updates the preconditioner."""
         lead = self.param_groups[0]
-        return schedule(lead).due(lead["iteration"], lead["seed"])
+        return lead["wait"] <= 0 and schedule(lead).due(lead["iteration"], lead["seed"])
 
     def plan(self) -> Any:
         """Say what the state and a step will cost, before the first step; see `psgd.plan`."""
@@ -265,12 +268,25 @@ class PSGD(Optimizer):
             clip(scopes, directions, self.param_groups[0])
             for scope, d in zip(scopes, directions, strict=True):
                 update.write(scope, d)
+            adaptive = schedule(self.param_groups[0])
+            if fitting and isinstance(adaptive, Adaptive):
+                self._rest(scopes, adaptive)
         self._count(fitted=fitting)
 
     def _count(self, fitted: bool) -> None:
         for pg in self.param_groups:
             pg["iteration"] += 1
             pg["updates"] += int(fitted)
+            pg["wait"] = pg["pause"] if fitted else max(0, pg["wait"] - 1)
+
+    def _rest(self, scopes: Sequence[Scope], adaptive: Adaptive) -> None:
+        """Set the pause until the next update by what the moves of the last ones say."""
+        lead = self.param_groups[0]
+        known = [Trend(self.state[s.params[0]]["trend"]).significance for s in scopes]
+        mean = float(torch.stack([t.cpu() for t in known]).mean())
+        pause = adaptive.pause(lead["pause"], lead["iteration"], mean)
+        for pg in self.param_groups:
+            pg["pause"] = pause
 
     def _count_skip(self, ok: Tensor) -> None:
         first = next(iter(self._scopes())).params[0]

@@ -50,6 +50,63 @@ class Regular(Schedule):
 
 
 @dataclass(frozen=True)
+class Decaying(Schedule):
+    """All of the first `start` steps, then a fraction start/t of them that falls to `floor`, without chance.
+
+    >>> [sum(Decaying(start=100, floor=0.05).due(t, 0) for t in range(a, a + 1000)) for a in (0, 1000, 5000)]
+    [330, 69, 50]
+    """
+
+    start: int = 250
+    floor: float = 0.03
+
+    def __post_init__(self) -> None:
+        if not (self.start >= 1 and 0 < self.floor <= 1):
+            raise ValueError(f"Decaying needs start >= 1 and 0 < floor <= 1, got {self.start} and {self.floor}")
+
+    def due(self, step: int, seed: int) -> bool:
+        return math.floor(self._updates(step + 1) + 1e-9) > math.floor(self._updates(step) + 1e-9)
+
+    def _updates(self, step: int) -> float:
+        """Return how many updates are due before a step: the integral of the fraction."""
+        end = self.start / self.floor
+        slow = min(max(step, self.start), end)
+        return min(step, self.start) + self.start * math.log(slow / self.start) + self.floor * max(0.0, step - end)
+
+
+@dataclass(frozen=True)
+class Adaptive(Schedule):
+    """All of the first `warmup` steps, then with pauses that grow while the fit is good, up to `longest`.
+
+    Good is a fit whose moves are noise: `significance` (see `psgd.trend`) below `noise`. Each update then makes the
+    next pause longer by a quarter; a significant one halves it. What was measured is read on the host, once for each
+    update.
+
+    >>> schedule = Adaptive()
+    >>> schedule.pause(8, step=500, significance=1.0), schedule.pause(8, step=500, significance=5.0)
+    (11, 4)
+    """
+
+    warmup: int = 100
+    longest: int = 100
+    noise: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not (self.warmup >= 0 and self.longest >= 0 and self.noise > 0):
+            given = f"{self.warmup}, {self.longest} and {self.noise}"
+            raise ValueError(f"Adaptive needs warmup >= 0, longest >= 0 and noise > 0, got {given}")
+
+    def due(self, step: int, seed: int) -> bool:
+        return True
+
+    def pause(self, pause: int, step: int, significance: float) -> int:
+        """Return for how many steps to leave Q alone after an update at this step, given the pause before it."""
+        if step < self.warmup:
+            return 0
+        return min(self.longest, pause + 1 + pause // 4) if significance < self.noise else pause // 2
+
+
+@dataclass(frozen=True)
 class Bernoulli(Schedule):
     """Each step by chance, as in the paper's Algorithm 1, with a constant probability or one that follows the step.
 

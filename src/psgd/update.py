@@ -12,7 +12,9 @@ from torch import Tensor
 from psgd.curvature import parallel
 from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
+from psgd.schedule import Adaptive
 from psgd.scope import Scope, State, real
+from psgd.trend import Trend, relative, sample
 
 Fit = Callable[[Any], Callable[..., Any]]
 """Which of a group's steps: `fit` or `whiten`."""
@@ -48,7 +50,19 @@ class Update:
         point = fit(group)(point, v_flat, h_flat, lr=pg["precond_lr"], coin=coin, rule=pg["rule"])
         if pg["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1:
             point = group.balance(point)
+        if isinstance(schedule(pg), Adaptive):
+            self._watch(scope, point, ok)
+        else:
+            scope.move(point, ok)
+
+    def _watch(self, scope: Scope, point: Any, ok: Tensor) -> None:
+        """Move the scope's point, and keep the trend of its moves."""
+        before, state = sample(scope.point), self.state[scope.params[0]]
         scope.move(point, ok)
+        move = relative(before, sample(scope.point))
+        if "trend" not in state or state["trend"].shape[1] != len(move):
+            state["trend"] = torch.zeros(2, len(move), dtype=move.dtype, device=move.device)
+        Trend(state["trend"]).add(move)
 
     def direction(self, scope: Scope, m: dict[Tensor, Tensor]) -> Tensor:
         """Return P m, m the averaged gradient; zero where the step is skipped."""
