@@ -18,7 +18,7 @@ spec = importlib.util.spec_from_file_location("make_groups_page", ROOT / "docs" 
 groups_page = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(groups_page)
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "groups.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "groups.md", ROOT / "docs" / "kron.md"]
 ROWS = groups_page.ROWS.values()
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
