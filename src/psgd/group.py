@@ -200,6 +200,10 @@ class Group(ABC):
         """One step towards P = E[h hᵀ]^(−½): as `fit`, with a probe v ~ N(0, I) that is independent of h."""
         return self.fit(q, v, h, lr=lr, coin=coin, rule=rule)
 
+    def ready(self, q: Point) -> Point:
+        """Return what `precondition` may be given instead of q, if it is called often: made once for each q."""
+        return q
+
     def precondition(self, q: Point, g: Tensor) -> Tensor:
         """P g = Qᵀ(Q g)."""
         return self.apply_t(q, self.apply(q, g))

@@ -110,16 +110,14 @@ def spectral_norm(a: Tensor, width: int = 2, depth: int = 5) -> Tensor:
     phase = torch.arange(1, n + 1, dtype=torch.float64, device=a.device).square()[:, None]
     noise = torch.cos(phase * torch.arange(1, width + 1, device=a.device).sqrt()).to(a.dtype) * (2 / n) ** 0.5
     x = noise + row[:, None] * (2 * (row @ noise >= 0) - 1)
-    spanned = []
+    spanned = [x]  # entries of A are at most 1, and one is 1: neither powers of it nor their squares overflow
     for _ in range(depth):
-        x = a @ x
-        x = x / x.norm(dim=0).clamp_min(tiny)
-        spanned.append(x)
-    basis, _ = torch.linalg.qr(torch.cat(spanned, 1))
+        spanned.append(a @ spanned[-1])
+    krylov = torch.cat(spanned[1:], 1)
+    basis, _ = torch.linalg.qr(krylov / torch.linalg.vector_norm(krylov, dim=0).clamp_min(tiny))
     image = a @ basis
     gram = image.mT @ image
-    power = gram / gram.diagonal().sum().clamp_min(tiny)
+    power = gram / gram.diagonal().sum().clamp_min(tiny)  # its largest eigenvalue is at least 1 / (width·depth)
     for _ in range(5):  # to the 32nd power: the leading eigenvalue is all that is left
         power = power @ power
-        power = power / power.diagonal().sum().clamp_min(tiny)
-    return size * (power * gram).sum().sqrt()
+    return size * ((power * gram).sum() / power.diagonal().sum().clamp_min(tiny)).sqrt()

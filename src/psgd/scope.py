@@ -118,6 +118,7 @@ class Scope:
         self.point: Point = {}
         self.scale: dict[str, Tensor] = {}  # for each unit
         self.pair: tuple[Tensor, ...] | None = None  # (v, h) of the last fit, once somebody looks: see step_report
+        self._ready: Point | None = None
         self._wanted = dtype or torch.float32
         self._installed: list[Any] = []
 
@@ -148,6 +149,7 @@ class Scope:
     def _install(self, state: State) -> None:
         points = [self.point] if len(self.units) == 1 else unstacked(self.point, len(self.units))
         self._installed = [q for unit, point in zip(self.units, points, strict=True) for q in unit.slices(point)]
+        self._ready = None
         for p, q in zip(self.params, self._installed, strict=True):
             state[p]["q"] = q
         exact = torch.promote_types(self.dtype, torch.float32)
@@ -179,7 +181,13 @@ class Scope:
         """View a flat vector as rows, one for each unit."""
         return x.view(len(self.units), -1)
 
-    # --- fitting
+    # --- what a step asks for
+
+    def precondition(self, x: Tensor) -> Tensor:
+        """P x."""
+        if self._ready is None:
+            self._ready = self.group.ready(self.point)
+        return self.group.precondition(self._ready, x)
 
     def scaled(self, factors: Tensor) -> Point:
         """Return the point with each unit's Q multiplied by its factor."""
@@ -188,7 +196,7 @@ class Scope:
     def move(self, new: Point, ok: Tensor) -> None:
         """Write a new point in place, or leave the old one for units where `ok` is false or the new is not finite."""
         moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
-        count = len(self.units)
+        count, self._ready = len(self.units), None
         for _, leaf in moved:
             ok = ok & leaf.isfinite().view(count, -1).all(1)
         for old, leaf in moved:

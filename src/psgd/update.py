@@ -39,7 +39,8 @@ class Update:
         h_flat = scope.flat([None if p is None else h[p] for p in known])
         # a pair without curvature says nothing: Q would grow for ever
         each = scope.each(h_flat)
-        ok = self.ok & each.isfinite().all(1) & (each != 0).any(1)
+        most = torch.linalg.vector_norm(each, float("inf"), dim=1)
+        ok = self.ok & most.isfinite() & (most > 0)
         h_flat = torch.where(ok[:, None], each, 0).view(-1)
         if scope.pair is not None:
             scope.pair = (v_flat, h_flat)
@@ -67,7 +68,7 @@ class Update:
     def direction(self, scope: Scope, m: dict[Tensor, Tensor]) -> Tensor:
         """Return P m, m the averaged gradient; zero where the step is skipped."""
         x = torch.where(self.ok, scope.flat([m.get(p) for p in scope.params]), 0)
-        return scope.group.precondition(scope.point, x) if schedule(self.options[scope.params[0]]).ever else x
+        return scope.precondition(x) if schedule(self.options[scope.params[0]]).ever else x
 
     def average(self, scope: Scope, p: Tensor) -> Tensor:
         """m ← βm + (1−β)g, as a plain mean while that weighs g more."""
@@ -78,7 +79,7 @@ class Update:
             state["momentum"] = torch.where(self.ok, g, 0).to(scope.wide(p)).contiguous()
         m: Tensor = state["momentum"]
         weight = (1 / (1 + state["step"].to(m))).clamp_min(1 - beta)
-        return m.copy_(torch.where(self.ok, m.lerp(g.to(m.dtype), weight), m))
+        return m.lerp_(torch.where(self.ok, g.to(m.dtype), m), weight)
 
     def write(self, scope: Scope, d: Tensor) -> None:
         """θ ← (1 − lr·λ)θ − lr·d."""
@@ -135,7 +136,7 @@ def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
     """Return the factors that bring each unit's Q to the scale P ≈ 1/level, level the largest curvature met so far."""
     v, h = scope.each(v), scope.each(h)
     most = h.abs().amax(1).clamp_min(torch.finfo(h.dtype).tiny)
-    moment = (h / most[:, None]).pow(4).mean(1).pow(0.25)  # the fourth: heavy tails count
+    moment = (h / most[:, None]).square().square().mean(1).pow(0.25)  # the fourth: heavy tails count
     spread = v.square().mean(1).sqrt()
     level = most * moment / torch.where(spread > 0, spread, 1.0)
     ok = ok & (scope.scale["pairs"] < _SCALE_PAIRS)

@@ -83,6 +83,12 @@ class Blocks(Group):
     def solve_t(self, q: Point, x: Tensor) -> Tensor:
         return self._each(self.part.solve_t, q, x)
 
+    def ready(self, q: Point) -> Point:
+        return torch.vmap(self.part.ready)(q) if self.moves else q
+
+    def precondition(self, q: Point, g: Tensor) -> Tensor:
+        return self._each(self.part.precondition, q, g)
+
     def logabsdet(self, q: Point, n: int) -> Tensor:
         if not self.moves:
             return torch.zeros(())  # constants are orthogonal, or conjugates of such

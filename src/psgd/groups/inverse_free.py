@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual
+from psgd.group import Point, Residual
 from psgd.groups.constant import Identity
 from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
 from psgd.groups.kronecker import Kronecker
-from psgd.linalg import batch_sum, lift, maximum_modulus, outer, spectral_norm, subtract
+from psgd.linalg import batch_sum, frobenius, lift, maximum_modulus, outer, spectral_norm, subtract
 from psgd.step_size import Smoothed, StepSize
 
 
@@ -55,7 +55,7 @@ class Quadratic(Motion):
 class Procrustes(Motion):
     """Q ← Q − sGQ, then turned towards Qᵀ = Q by one step on the orthogonal group, which leaves P alone.
 
-    The turn I + αR + ½α²R², with R ∝ Qᵀ − Q, raises tr Q the most for α ≤ 1/8; it is orthogonal up to α⁴/4.
+    The turn I + αR + ½α²R², R the Qᵀ − Q of norm 1, raises tr Q the most for α ≤ 1/8; it is orthogonal up to α⁴/4.
 
     >>> turned = torch.tensor([[0.0, -1.0], [1.0, 0.0]]) @ torch.eye(2) * 0.1 + torch.eye(2)
     >>> after = turned - Procrustes().matrix(turned, torch.zeros(2, 2))
@@ -68,8 +68,7 @@ class Procrustes(Motion):
         change = g @ q
         moved = q - change
         skew = moved.mT - moved
-        size = spectral_norm(skew).clamp_min(torch.finfo(q.dtype).tiny)
-        skew = skew / size
+        skew = skew / frobenius(skew).clamp_min(torch.finfo(q.dtype).tiny)
         once = skew @ moved
         twice = skew @ once
         slope, bend = once.diagonal().sum(), twice.diagonal().sum()
@@ -128,7 +127,7 @@ class InverseFree(Kronecker):
         rule: StepSize = Smoothed(),  # noqa: B008 - frozen
     ) -> Point:
         del coin
-        ph, lr = self.precondition(q, h), self.share(lr)
+        ph, lr = self.precondition(self.ready(q), h), self.share(lr)
         moved = {
             str(i): self._moved(q[str(i)], self._trace(ph, i), self._trace(v, i), lr, rule) for i in self._moving()
         }
@@ -146,8 +145,9 @@ class InverseFree(Kronecker):
     ) -> Point:
         del v, coin
         n, count = math.prod(self.shape), h.numel() // h.shape[-1]
-        ph, lr = self.precondition(q, h), self.share(lr)
-        squares = {i: _squared(self.parts[i], q[str(i)]) for i in self._moving()}
+        ready, lr = self.ready(q), self.share(lr)
+        ph = self.precondition(ready, h)
+        squares = {i: _squared(ready[str(i)]["P"]) for i in self._moving()}
         totals = {i: _total(t) for i, t in squares.items()}
         noise = self.damping**2 * lift(h).square().sum() / n  # as if h had some, of this size, in every entry
         moved = {}
@@ -156,6 +156,25 @@ class InverseFree(Kronecker):
             up = lift(self._trace(ph, i)) + rest * square
             moved[str(i)] = self._moved(q[str(i)], up, count * n / self.shape[i], lr, rule)
         return q | moved
+
+    def ready(self, q: Point) -> Point:
+        """Return P of each factor."""
+        point: Point = {str(i): {} for i in range(len(self.parts))}
+        for i in self._moving():
+            p = q[str(i)]
+            point[str(i)] = {"P": p["Q"].mT @ p["Q"] if "Q" in p else p["d"].square()}
+        return point
+
+    def precondition(self, q: Point, g: Tensor) -> Tensor:
+        moving = self._moving()
+        if moving and "P" not in q[str(moving[0])]:
+            q = self.ready(q)
+        x = g.unflatten(-1, self.shape)
+        for i in moving:
+            p, axis = q[str(i)]["P"], i - len(self.shape)
+            y = x.movedim(axis, -1)
+            x = (y @ p if p.ndim > 1 else y * p).movedim(-1, axis)
+        return x.flatten(-len(self.shape))
 
     def _moving(self) -> list[int]:
         return [i for i, part in enumerate(self.parts) if part.moves]
@@ -182,12 +201,9 @@ class InverseFree(Kronecker):
         return {key: subtract(p[key], 1.0, change(lift(p[key]), size * g)), "ell": ell}
 
 
-def _squared(part: Group, p: Point) -> Tensor:
-    """P² of a factor."""
-    if isinstance(part, Diagonal):
-        return lift(p["d"]).pow(4)
-    square = lift(p["Q"]).mT @ lift(p["Q"])
-    return square @ square
+def _squared(p: Tensor) -> Tensor:
+    """P² of a factor, P symmetric."""
+    return lift(p).square() if p.ndim == 1 else lift(p) @ lift(p)
 
 
 def _total(t: Tensor) -> Tensor:

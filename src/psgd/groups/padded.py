@@ -71,6 +71,10 @@ class Padded:
         """As `fit`, for a probe v that is independent of h."""
         return self.fit(q, v, h, **options)
 
+    def ready(self, q: Point) -> Point:
+        """As `Group.ready`."""
+        return self.part.ready(q)
+
     def precondition(self, q: Point, g: Tensor) -> Tensor:
         """P g, the padding's gradient being zero at ϑ = 0."""
         n = g.shape[-1]
