@@ -121,7 +121,7 @@ def test_the_turn_of_procrustes_leaves_p_alone_and_finds_the_symmetric_root():
 @pytest.mark.parametrize("motion", MOTIONS, ids=str)
 def test_one_fit_is_the_dense_formula(motion):
     """G of factor i is the partial trace of P h hᵀ P − v vᵀ, and steps are μ/2 over the sum of norms."""
-    group = InverseFree((3, 4), (Dense(), Dense()), motion)
+    group = InverseFree((3, 4), (Dense(), Dense()), motion, damping=0.0)
     rng = torch.Generator().manual_seed(0)
     q = group.init(12, dtype=torch.float64)
     q["0"]["Q"], q["1"]["Q"] = spd(3, 0.5, 4), spd(4, 0.5, 5)
@@ -146,13 +146,15 @@ def test_batches_count_as_their_sum_and_the_probe_does_not_matter_in_whitening()
     torch.testing.assert_close(group.whiten(q, torch.ones(5, 12), h[:1].expand(5, 12))["0"]["Q"], once["0"]["Q"])
 
 
-def test_entries_without_gradient_do_not_let_p_grow_for_ever():
+@pytest.mark.parametrize("whitening", [True, False], ids=["whitening", "newton"])
+def test_entries_without_gradient_do_not_let_p_grow_for_ever(whitening):
     group = InverseFree((6, 5), (Diagonal(), Dense()), damping=1e-2)
     rng, q = torch.Generator().manual_seed(0), group.init(30)
     for _ in range(2000):
         h = torch.randn(6, 5, generator=rng)
+        v = h.flatten().clone()
         h[2] = 0
-        q = group.whiten(q, h, h.flatten(), lr=0.5)
+        q = (group.whiten if whitening else group.fit)(q, v, h.flatten(), lr=0.5)
     p = preconditioner(group, q, 30).diagonal().view(6, 5)
     assert 10 < p[2].mean() / p[0].mean() < 200
 

@@ -57,7 +57,7 @@ class Procrustes(Motion):
 
     The turn I + αR + ½α²R², R the Qᵀ − Q of norm 1, raises tr Q the most for α ≤ 1/8; it is orthogonal up to α⁴/4.
 
-    >>> turned = torch.tensor([[0.0, -1.0], [1.0, 0.0]]) @ torch.eye(2) * 0.1 + torch.eye(2)
+    >>> turned = torch.tensor([[1.0, -0.05], [0.05, 1.0]])
     >>> after = turned - Procrustes().matrix(turned, torch.zeros(2, 2))
     >>> bool((after - after.mT).norm() < 0.01 * (turned - turned.mT).norm())
     True
@@ -127,11 +127,7 @@ class InverseFree(Kronecker):
         rule: StepSize = Smoothed(),  # noqa: B008 - frozen
     ) -> Point:
         del coin
-        ph, lr = self.precondition(self.ready(q), h), self.share(lr)
-        moved = {
-            str(i): self._moved(q[str(i)], self._trace(ph, i), self._trace(v, i), lr, rule) for i in self._moving()
-        }
-        return q | moved
+        return self._followed(q, h, lambda i: self._trace(v, i), lr, rule)
 
     def whiten(
         self,
@@ -144,18 +140,8 @@ class InverseFree(Kronecker):
         rule: StepSize = Smoothed(),  # noqa: B008 - frozen
     ) -> Point:
         del v, coin
-        n, count = math.prod(self.shape), h.numel() // h.shape[-1]
-        ready, lr = self.ready(q), self.share(lr)
-        ph = self.precondition(ready, h)
-        squares = {i: _squared(ready[str(i)]["P"]) for i in self._moving()}
-        totals = {i: _total(t) for i, t in squares.items()}
-        noise = self.damping**2 * lift(h).square().sum() / n  # as if h had some, of this size, in every entry
-        moved = {}
-        for i, square in squares.items():
-            rest = math.prod([t for j, t in totals.items() if j != i], start=noise)
-            up = lift(self._trace(ph, i)) + rest * square
-            moved[str(i)] = self._moved(q[str(i)], up, count * n / self.shape[i], lr, rule)
-        return q | moved
+        identity = h.numel() / h.shape[-1] * math.prod(self.shape)
+        return self._followed(q, h, lambda i: identity / self.shape[i], lr, rule)
 
     def ready(self, q: Point) -> Point:
         """Return P of each factor."""
@@ -182,29 +168,37 @@ class InverseFree(Kronecker):
     def _trace(self, x: Tensor, i: int) -> Tensor:
         """Return the partial trace of x xᵀ over all axes but one, summed over the batch."""
         x = self._move(x, i)
-        return outer(x, x) if isinstance(self.parts[i], Dense) else batch_sum(x * x)
+        return lift(outer(x, x) if isinstance(self.parts[i], Dense) else batch_sum(x * x))
+
+    def _followed(
+        self, q: Point, h: Tensor, down: Callable[[int], Tensor | float], lr: float | Tensor, rule: StepSize
+    ) -> Point:
+        """Return the point after one step of each factor, `down` being what v vᵀ is along an axis."""
+        ready, lr = self.ready(q), self.share(lr)
+        ph = self.precondition(ready, h)
+        squares = {i: _squared(ready[str(i)]["P"]) for i in self._moving()}
+        totals = {i: t.sum() if t.ndim == 1 else t.diagonal().sum() for i, t in squares.items()}
+        noise = self.damping**2 * lift(h).square().sum() / math.prod(self.shape)  # as if every entry of h had some
+        moved = {}
+        for i, square in squares.items():
+            rest = math.prod([t for j, t in totals.items() if j != i], start=noise)
+            moved[str(i)] = self._moved(q[str(i)], self._trace(ph, i) + rest * square, down(i), lr, rule)
+        return q | moved
 
     def _moved(self, p: Point, up: Tensor, down: Tensor | float, lr: float | Tensor, rule: StepSize) -> Point:
         """Return a factor's new point, for G = up − down; a number stands for as many times I."""
         (key,) = p.keys() - {"ell"}
-        up = lift(up)
-        norm: Callable[[Tensor], Tensor] = maximum_modulus if up.ndim == 1 else spectral_norm
+        diagonal = up.ndim == 1
+        norm: Callable[[Tensor], Tensor] = maximum_modulus if diagonal else spectral_norm
+        change = self.motion.diagonal if diagonal else self.motion.matrix
         if isinstance(down, Tensor):
-            g, below = up - lift(down), norm(down)
+            g, below = up - down, norm(down)
         else:
-            g, below = (
-                up - (down if up.ndim == 1 else down * torch.eye(len(up)).to(up)),
-                torch.full_like(up.sum(), down),
-            )
+            g, below = up - (down if diagonal else down * torch.eye(len(up)).to(up)), torch.full_like(up.sum(), down)
         size, ell = rule(lr, p["ell"], lambda: norm(g), lambda: norm(up) + below)
-        change = self.motion.diagonal if up.ndim == 1 else self.motion.matrix
         return {key: subtract(p[key], 1.0, change(lift(p[key]), size * g)), "ell": ell}
 
 
 def _squared(p: Tensor) -> Tensor:
     """P² of a factor, P symmetric."""
     return lift(p).square() if p.ndim == 1 else lift(p) @ lift(p)
-
-
-def _total(t: Tensor) -> Tensor:
-    return t.sum() if t.ndim == 1 else t.diagonal().sum()
