@@ -18,6 +18,20 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+CHUNK = 1 << 15
+"""Entries that are worked on at once where one pass after the other would go through memory: they stay in the cache."""
+
+
+def chunks(n: int) -> list[tuple[int, int]]:
+    """Return the ends of pieces of 0 … n; a compiler gets one piece, and finds its own.
+
+    >>> chunks(70_000)
+    [(0, 32768), (32768, 65536), (65536, 70000)]
+    """
+    size = n if torch.compiler.is_compiling() else CHUNK
+    return [(i, min(n, i + size)) for i in range(0, n, max(1, size))]
+
+
 def outer(x: Tensor, y: Tensor) -> Tensor:
     """Σ x yᵀ over the batch, for vectors on the last axis."""
     return rows(x).mT @ rows(y)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
 from psgd.group import Point
-from psgd.linalg import batch_sum, lift, maximum_modulus
+from psgd.linalg import batch_sum, chunks, lift, maximum_modulus
+from psgd.step_size import Smoothed, StepSize
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,40 @@ class Diagonal(MatrixAlgebra):
 
     def norm(self, e: Point) -> Tensor:
         return maximum_modulus(e["d"])
+
+    def fit(
+        self,
+        q: Point,
+        v: Tensor,
+        h: Tensor,
+        *,
+        lr: float | Tensor = 0.1,
+        coin: bool = True,
+        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
+    ) -> Point:
+        """As for every algebra, chunk by chunk."""
+        d = q["d"]
+        if v.ndim > 1 or h.ndim > 1 or lift(d) is not d:
+            return super().fit(q, v, h, lr=lr, coin=coin, rule=rule)
+        pieces = chunks(len(d))
+
+        def squares(i: int, j: int) -> tuple[Tensor, Tensor]:
+            y, z = d[i:j] * h[i:j], v[i:j] / d[i:j]
+            return y.mul_(y), z.mul_(z)
+
+        def norm() -> Tensor:
+            return torch.stack([torch.sub(*squares(i, j)).abs_().amax() for i, j in pieces]).amax()
+
+        def bound() -> Tensor:
+            ups, downs = zip(*((y.amax(), z.amax()) for y, z in (squares(i, j) for i, j in pieces)), strict=True)
+            return torch.stack(ups).amax() + torch.stack(downs).amax()
+
+        size, ell = rule(lr, q["ell"], norm, bound)
+        new = torch.empty_like(d)
+        for i, j in pieces:
+            y, z = squares(i, j)
+            new[i:j] = torch.addcmul(d[i:j], y.sub_(z).mul_(-size), d[i:j])
+        return {"d": new, "ell": ell}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
 from psgd.group import Point
-from psgd.linalg import batch_sum, lift
+from psgd.linalg import batch_sum, chunks, lift
+from psgd.step_size import Smoothed, StepSize
 
 
 class Involution(MatrixAlgebra):
@@ -53,6 +54,78 @@ class Involution(MatrixAlgebra):
         """c = a∘σ(a) − b∘σ(b), the determinant of each entry's 2×2 block."""
         return q["a"] * self.sigma(q["a"]) - q["b"] * self.sigma(q["b"])
 
+    # --- the same, pair by pair and chunk by chunk: a vector is read and written a few times, not a hundred
+
+    @abstractmethod
+    def couples(self, x: Tensor, i: int, j: int) -> tuple[Tensor, Tensor]:
+        """Return the first members of pairs i … j, and their partners."""
+
+    @abstractmethod
+    def put(self, x: Tensor, i: int, j: int, low: Tensor, high: Tensor) -> None:
+        """Write the first members of pairs i … j, and their partners."""
+
+    def fit(
+        self,
+        q: Point,
+        v: Tensor,
+        h: Tensor,
+        *,
+        lr: float | Tensor = 0.1,
+        coin: bool = True,
+        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
+    ) -> Point:
+        if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
+            return super().fit(q, v, h, lr=lr, coin=coin, rule=rule)
+        pieces, middle = chunks(len(h) // 2), slice(len(h) // 2, len(h) // 2 + len(h) % 2)
+        alone = (q["a"][middle] * h[middle], v[middle] / q["a"][middle])
+
+        def norm() -> Tensor:
+            found = [_symmetric(*_residual(*self._ends(q, v, h, i, j)[4:])).reshape(1) for i, j in pieces]
+            return torch.cat([*found, (alone[0].square() - alone[1].square()).abs()]).amax()
+
+        def bound() -> Tensor:
+            ups, downs = [alone[0].square()], [alone[1].square()]
+            for i, j in pieces:
+                *_, y, y_, z, z_ = self._ends(q, v, h, i, j)
+                ups.append(torch.addcmul(y * y, y_, y_).amax().reshape(1))
+                downs.append(torch.addcmul(z * z, z_, z_).amax().reshape(1))
+            return torch.cat(ups).amax() + torch.cat(downs).amax()
+
+        size, ell = rule(lr, q["ell"], norm, bound)
+        new = {"a": torch.empty_like(q["a"]), "b": torch.empty_like(q["b"]), "ell": ell}
+        for i, j in pieces:
+            a, a_, b, b_, *rest = self._ends(q, v, h, i, j)
+            e, e_, f = (t.mul_(-size) for t in _residual(*rest))  # [[e, f], [f, e′]] times [[a, b], [b′, a′]]
+            low, high = torch.addcmul(torch.addcmul(a, e, a), f, b_), torch.addcmul(torch.addcmul(a_, f, b), e_, a_)
+            self.put(new["a"], i, j, low, high)
+            low, high = torch.addcmul(torch.addcmul(b, e, b), f, a_), torch.addcmul(torch.addcmul(b_, f, a), e_, b_)
+            self.put(new["b"], i, j, low, high)
+        new["a"][middle] = q["a"][middle] * (1 - size * (alone[0].square() - alone[1].square()))
+        new["b"][middle] = 0
+        return new
+
+    def _ends(self, q: Point, v: Tensor, h: Tensor, i: int, j: int) -> tuple[Tensor, ...]:
+        """Return a, b, y = Qh and z = Q⁻ᵀv of pairs i … j, each with the partners' after it."""
+        (a, a_), (b, b_) = self.couples(q["a"], i, j), self.couples(q["b"], i, j)
+        (v, v_), (h, h_) = self.couples(v, i, j), self.couples(h, i, j)
+        inverse = torch.addcmul(a * a_, b, b_, value=-1).reciprocal_()
+        y, y_ = torch.addcmul(a * h, b, h_), torch.addcmul(b_ * h, a_, h_)
+        z, z_ = torch.addcmul(a_ * v, b_, v_, value=-1), torch.addcmul(a * v_, b, v, value=-1)
+        z, z_ = z.mul_(inverse), z_.mul_(inverse)
+        return a, a_, b, b_, y, y_, z, z_
+
+    def precondition(self, q: Point, g: Tensor) -> Tensor:
+        if g.ndim > 1:
+            return super().precondition(q, g)
+        k, out = len(g) // 2, torch.empty_like(g)
+        for i, j in chunks(k):
+            (a, a_), (b, b_), (x, x_) = (self.couples(t, i, j) for t in (q["a"], q["b"], g))
+            y, y_ = torch.addcmul(a * x, b, x_), torch.addcmul(b_ * x, a_, x_)
+            self.put(out, i, j, torch.addcmul(a * y, b_, y_), torch.addcmul(b * y, a_, y_))
+        middle = slice(k, k + len(g) % 2)
+        out[middle] = q["a"][middle].square() * g[middle]
+        return out
+
     def project(self, x: Tensor, y: Tensor) -> Point:
         return {"a": batch_sum(x * y), "b": self.off_diagonal(batch_sum(x * self.sigma(y)))}
 
@@ -86,6 +159,13 @@ class XMat(Involution):
     def sigma(self, x: Tensor) -> Tensor:
         return x.flip(-1)
 
+    def couples(self, x: Tensor, i: int, j: int) -> tuple[Tensor, Tensor]:
+        return x[i:j], x[len(x) - j : len(x) - i].flip(-1)
+
+    def put(self, x: Tensor, i: int, j: int, low: Tensor, high: Tensor) -> None:
+        x[i:j] = low
+        x[len(x) - j : len(x) - i] = high.flip(-1)
+
     def off_diagonal(self, x: Tensor) -> Tensor:
         if x.shape[-1] % 2 == 0:
             return x
@@ -108,3 +188,23 @@ class Butterfly(Involution):
 
     def sigma(self, x: Tensor) -> Tensor:
         return x.roll(x.shape[-1] // 2, -1)
+
+    def couples(self, x: Tensor, i: int, j: int) -> tuple[Tensor, Tensor]:
+        k = len(x) // 2
+        return x[i:j], x[k + i : k + j]
+
+    def put(self, x: Tensor, i: int, j: int, low: Tensor, high: Tensor) -> None:
+        k = len(x) // 2
+        x[i:j] = low
+        x[k + i : k + j] = high
+
+
+def _residual(y: Tensor, y_: Tensor, z: Tensor, z_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the diagonal and the corner of each pair's 2×2 residual."""
+    corner = torch.addcmul(y * y_, z, z_, value=-1)
+    return torch.addcmul(y * y, z, z, value=-1), torch.addcmul(y_ * y_, z_, z_, value=-1), corner
+
+
+def _symmetric(e: Tensor, e_: Tensor, f: Tensor) -> Tensor:
+    """Return the largest norm of matrices [[e, f], [f, e′]]."""
+    return ((e + e_).abs() / 2 + torch.hypot((e - e_) / 2, f)).amax()
