@@ -381,11 +381,16 @@ def quiet() -> Iterator[None]:
         yield
 
 
+WITHOUT_DEPENDENCIES = ("curvlinops-for-pytorch", "heavyball")
+
+
 def imported(module: str, package: str) -> Any:
     """Import a module of a package that is needed only here, or say how to install it."""
     try:
         with quiet():  # about what packages do on import, deprecated in this torch
             return importlib.import_module(module)
     except ImportError as e:
-        message = f"this method needs the package {package}: pip install 'psgd[experiments]'"
+        alone = package in WITHOUT_DEPENDENCIES  # they ask for much that is not used, torchvision among it
+        how = f"pip install --no-deps, as ./run does, {package}" if alone else "pip install 'psgd[experiments]'"
+        message = f"this method needs the package {package}: {how}"
         raise ImportError(message) from e
