@@ -22,4 +22,6 @@ def require(size: float) -> None:
     """Raise a MemoryError unless so many bytes can be taken, and some are left."""
     free = available()
     if size + RESERVE > free:
-        raise MemoryError(f"needs {size / 2**30:.1f} GiB and {RESERVE / 2**30:.0f} to spare, of {free / 2**30:.1f} free")
+        raise MemoryError(
+            f"needs {size / 2**30:.1f} GiB and {RESERVE / 2**30:.0f} to spare, of {free / 2**30:.1f} free"
+        )

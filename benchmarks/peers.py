@@ -25,7 +25,7 @@ RANK = 10
 
 Loss = Callable[[], Tensor]
 
-PACKAGES = ("psgd-torch", "heavyball", "kron-torch", "pytorch_optimizer")
+PACKAGES = ("psgd-torch", "heavyball", "kron-torch", "pytorch-optimizer")
 """Peers, beside torch itself."""
 
 

@@ -32,12 +32,13 @@ class Settings:
     sizes: tuple[int, ...] = (10**5, 10**6, 10**7)
     matrix: tuple[int, int] = (250, 400)
     rounds: int = 20
+    least: float = 2e-3  # seconds of a turn
     budget: float = 900.0  # seconds for each size
     compiling: bool = True
 
 
 FULL = Settings()
-QUICK = Settings(sizes=(960,), matrix=(12, 20), rounds=2, compiling=False)
+QUICK = Settings(sizes=(960,), matrix=(12, 20), rounds=2, least=0.0, compiling=False)
 
 COLUMNS = ("fit", "precondition", "step without update", "step with update")
 COPY = "copy"
@@ -101,9 +102,9 @@ def our_parts(
         made = group(given)
         q = made.init(given.n, generator=generator(1))
         move, apply, lr = getattr(made, method), made.precondition, 0.1
-        if compiled:
-            torch.compiler.reset()  # another n is another graph, not one for all n
-            move, apply, lr = torch.compile(move), torch.compile(apply), torch.tensor(0.1)
+        if compiled:  # as one graph, or with an error
+            move, apply = (torch.compile(f, fullgraph=True, dynamic=False) for f in (move, apply))
+            lr = torch.tensor(0.1)
 
         def fit() -> None:
             nonlocal q
@@ -184,9 +185,7 @@ def psgd_torch_affine(given: Pairs) -> Parts:
             for (left, right), v, h in zip(qs, vs, hs, strict=True):
                 f.update_precond_affine_math_(left, right, v, h, 0.1, "2nd", tiny)
 
-    return Parts(
-        fit, lambda: [f.precond_grad_affine_math(*q, g) for q, g in zip(qs, pairs[0][1], strict=True)]
-    )
+    return Parts(fit, lambda: [f.precond_grad_affine_math(*q, g) for q, g in zip(qs, pairs[0][1], strict=True)])
 
 
 def psgd_torch_kron(given: Pairs) -> Parts:
@@ -213,9 +212,7 @@ def separables() -> Iterator[Separable]:
     }
     for name, (group, method, families, copies) in groups.items():
         yield Separable(name, our_parts(group, method), families, copies)
-        yield Separable(
-            f"{name}, compiled", our_parts(group, method, compiled=True), families, copies, compiles=True
-        )
+        yield Separable(f"{name}, compiled", our_parts(group, method, compiled=True), families, copies, compiles=True)
     both = ("kron Newton", "kron whitening")
     yield Separable("psgd-torch XMat", psgd_torch_xmat, ("xmat",))
     yield Separable(f"psgd-torch LRA({RANK})", psgd_torch_lra, ("lra",), 8 * RANK)
@@ -236,6 +233,8 @@ def run(settings: Settings) -> list[Measurement]:
 
 def at(n: int, settings: Settings) -> list[Measurement]:
     """Time all of them at one size."""
+    torch.compiler.reset()
+    torch._dynamo.config.recompile_limit = 1000  # of a function that all groups have, for each of them
     given = Pairs(n, settings.matrix)
     gradients = given.matrices(given.pairs[0][1])
     tasks: dict[tuple[str, str], Task] = {}
@@ -262,7 +261,7 @@ def at(n: int, settings: Settings) -> list[Measurement]:
                     tasks |= steps(entry, model, gradients)
         except Exception as e:
             errors |= {(entry.name, c): failure(e) for c in columns}
-    times = contest(tasks, rounds=settings.rounds, budget=settings.budget)
+    times = contest(tasks, rounds=settings.rounds, least=settings.least, budget=settings.budget)
     times |= {key: Timing(None, error=error) for key, error in errors.items()}
     copy = times.pop((COPY, COPY))
     by_name = {entry.name: entry for entry in entries}

@@ -75,14 +75,15 @@ def contest(
             return math.inf
 
     with silence():
-        for name in tasks:
-            progress(f"warming up {name}")
-            turn(name, 1)
-            if name not in errors:
-                calls[name] = max(1, min(1000, math.ceil(least / max(turn(name, 1), 1e-9))))
         gc.collect()
         gc.freeze()  # or each collection looks at all that was ever imported
         try:
+            for name in tasks:
+                progress(f"warming up {name}")
+                turn(name, 1)
+                if name not in errors:
+                    calls[name] = max(1, min(1000, math.ceil(least / max(turn(name, 1), 1e-9))))
+            gc.freeze()
             names, start = list(calls), clock()
             for r in range(rounds):
                 if r >= 2 and clock() - start > budget:

@@ -1,0 +1,80 @@
+"""The benchmarks: `python benchmarks/bench.py [sections…] [--quick] [--out DIR]`.
+
+Sections: step-cost, iterations, memory, growth, solvers; all, unless some are named. Writes bench.json, bench.md and
+bench.png. With --quick all is tiny: it takes a minute, shows that everything runs, and its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before anything that starts threads, or logs, is imported.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+os.environ |= dict.fromkeys(THREADS, "1") | {"KINETO_LOG_LEVEL": "6"}
+
+import argparse  # noqa: E402
+import importlib.metadata  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import growth  # noqa: E402
+import iterations  # noqa: E402
+import memory  # noqa: E402
+import report  # noqa: E402
+import solvers  # noqa: E402
+import step_cost  # noqa: E402
+import torch  # noqa: E402
+from measurement import Measurement  # noqa: E402
+from peers import PACKAGES  # noqa: E402
+
+from psgd.experiments import provenance  # noqa: E402
+
+SECTIONS: dict[str, Any] = {
+    "step-cost": step_cost,
+    "iterations": iterations,
+    "memory": memory,
+    "growth": growth,
+    "solvers": solvers,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run sections, write the report, and say what failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
+    parser.add_argument("sections", nargs="*", metavar="section", help=", ".join(SECTIONS))
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where to write (out/bench)")
+    asked = parser.parse_args(arguments)
+    for name in asked.sections:
+        if name not in SECTIONS:
+            parser.error(f"a section is one of {', '.join(SECTIONS)}, got {name}")
+    torch.set_num_threads(1)
+    about = provenance.describe(quick=asked.quick, threads=torch.get_num_threads(), clock="CPU time of the process")
+    about |= {"versions": {**about["versions"], **peer_versions()}, "sections": asked.sections or list(SECTIONS)}
+    found: list[Measurement] = []
+    for name in about["sections"]:
+        start, section = time.monotonic(), SECTIONS[name]
+        found += section.run(section.QUICK if asked.quick else section.FULL)
+        print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        about["finished"] = provenance.now()
+        paths = report.write(asked.out, about, found)  # after each: a long run may be cut short
+    failed = {f"{m.row}: {m.error}" for m in found if m.error}
+    print(*sorted(failed), *paths, sep="\n")
+
+
+def peer_versions() -> dict[str, str]:
+    """Return the versions of the peers, numpy and scipy, or that they are absent."""
+    found = {}
+    for name in (*PACKAGES, "numpy", "scipy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+if __name__ == "__main__":
+    main()
