@@ -13,32 +13,22 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 os.environ |= dict.fromkeys(THREADS, "1") | {"KINETO_LOG_LEVEL": "6"}
 
 import argparse  # noqa: E402
+import importlib  # noqa: E402
 import importlib.metadata  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
 
-import growth  # noqa: E402
-import iterations  # noqa: E402
-import memory  # noqa: E402
 import report  # noqa: E402
-import solvers  # noqa: E402
-import step_cost  # noqa: E402
 import torch  # noqa: E402
 from measurement import Measurement  # noqa: E402
 from peers import PACKAGES  # noqa: E402
 
 from psgd.experiments import provenance  # noqa: E402
 
-SECTIONS: dict[str, Any] = {
-    "step-cost": step_cost,
-    "iterations": iterations,
-    "memory": memory,
-    "growth": growth,
-    "solvers": solvers,
-}
+SECTIONS = ("step-cost", "iterations", "memory", "growth", "solvers")
+"""The modules, imported when they run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -56,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about |= {"versions": {**about["versions"], **peer_versions()}, "sections": asked.sections or list(SECTIONS)}
     found: list[Measurement] = []
     for name in about["sections"]:
-        start, section = time.monotonic(), SECTIONS[name]
+        start, section = time.monotonic(), importlib.import_module(name.replace("-", "_"))
         found += section.run(section.QUICK if asked.quick else section.FULL)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         about["finished"] = provenance.now()

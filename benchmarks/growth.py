@@ -167,7 +167,7 @@ def compilations(settings: Settings) -> list[Measurement]:
             progress(f"compilations: {entry.name}")
             try:
                 with silence():
-                    counts = list(graphs(entry, gradients, (first, settings.steps)))
+                    counts = list(graphs(entry, [g.clone() for g in gradients], (first, settings.steps)))
             except Exception as e:
                 error = failure(e)
         found += [

@@ -49,15 +49,11 @@ class Usage:
 def usages(*runs: Callable[[], object]) -> list[Usage]:
     """Run some things, one after the other, and return what memory each took of torch's CPU allocator."""
     gc.collect()
-    gc.freeze()  # or each collection looks at all that was ever imported
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            for i, run in enumerate(runs):
-                with record_function(f"{MARK}{i}"):
-                    run()
-                    gc.collect()
-    finally:
-        gc.unfreeze()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for i, run in enumerate(runs):
+            with record_function(f"{MARK}{i}"):
+                run()
+                gc.collect()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -106,10 +102,13 @@ def measured(
         progress(f"memory: {entry.name}")
         try:
             with silence():
+                gc.freeze()  # or each collection looks at all that was ever imported
                 require(100 * n)
                 values = tuple(v / n for v in bytes_of())
         except Exception as e:
             error = failure(e)
+        finally:
+            gc.unfreeze()
     return [
         Measurement(
             table, entry.name, column, value, "bytes per parameter", None, None, error, entry.families, entry.ours

@@ -280,6 +280,7 @@ def at(n: int, settings: Settings) -> list[Measurement]:
 def steps(entry: Contestant, model: nn.Module, gradients: list[Tensor]) -> dict[tuple[str, str], Task]:
     """Return the steps of an optimizer on given gradients: with an update first, so that there is something to use."""
     runner = entry.build(model)
+    gradients = [g.clone() for g in gradients]  # of its own: Muon overwrites them
 
     def step(updating: bool) -> Callable[[], None]:
         def make() -> None:
