@@ -98,10 +98,10 @@ def parts_at(
 
 
 def with_n(settings: Settings) -> list[Measurement]:
-    """XMat, from small to as large as memory allows: 25 vectors of length n are needed for each."""
+    """XMat, from small to as large as memory allows."""
     rows = {"psgd XMat": our_parts(lambda given: psgd.XMat()), "psgd-torch XMat": psgd_torch_xmat}
     sizes = settings.sizes
-    return [m for n in sizes for m in parts_at(N, f"n = 1e{round(math.log10(n))}", n, rows, 4 * n * 50, settings)]
+    return [m for n in sizes for m in parts_at(N, f"n = 1e{round(math.log10(n))}", n, rows, 4 * n * 30, settings)]
 
 
 def with_rank(settings: Settings) -> list[Measurement]:

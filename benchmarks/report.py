@@ -161,7 +161,7 @@ def picture(path: Path, found: Sequence[Measurement]) -> None:
         draw: Callable[[Any, Cells], None] = lines_of if name.startswith(("Growth", "Linear")) else dots_of
         draw(axis, cells)
         axis.set_title(name, fontsize=9, loc="left")
-        axis.tick_params(labelsize=6)
+        axis.tick_params(which="both", labelsize=6)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=110)
@@ -182,10 +182,11 @@ def dots_of(axis: Any, cells: Cells) -> None:
 
 
 def lines_of(axis: Any, cells: Cells) -> None:
-    for name, row in cells.items():
+    for i, (name, row) in enumerate(cells.items()):
         points = [(leading(column), m.value) for column, m in row.items() if m.value]
+        style = ".-" if name.startswith("psgd ") else ".:"
         if points:
-            axis.plot(*zip(*points, strict=True), ".-", linewidth=1, label=name)
+            axis.plot(*zip(*points, strict=True), style, color=f"C{i % 10}", linewidth=1.2, label=name)
     axis.set_xscale("symlog" if any(leading(c) == 0 for c in columns(cells)) else "log")
     axis.set_yscale("log")
     axis.set_ylabel(next(m.unit for row in cells.values() for m in row.values()), fontsize=7)
