@@ -92,13 +92,13 @@ def rival_lines(found: Sequence[Measurement]) -> list[str]:
         "## Against the peers",
         "",
         "The best of ours that fits the same, eager or compiled, by any source of Hessian products. Above 1, ours is"
-        " better.",
+        " better. All have their own default options: those of psgd-torch keep no average of gradients, ours does.",
         "",
         *grid(["where", "peer", "ours", "peer / ours", "ahead"]),
     ]
     for pair in sorted(pairs, key=lambda p: p.ratio):
         where = f"{pair.peer.table}: {pair.peer.column}"
-        ahead = "yes" if pair.ratio > 1 else "**no**"
+        ahead = "equal" if abs(pair.ratio - 1) < 0.005 else "yes" if pair.ratio > 1 else "**no**"
         lines.append(line([where, pair.peer.row, pair.ours.row, number(pair.ratio), ahead]))
     return [*lines, ""]
 

@@ -97,7 +97,7 @@ def test_a_budget_ends_it_after_two_rounds_or_more():
 def test_a_real_clock_tells_more_work_from_less():
     x = torch.randn(300, 300)
     tasks = {"one": Task(lambda: x @ x), "ten": Task(lambda: [x @ x for _ in range(10)])}
-    found = contest(tasks, rounds=5)
+    found = contest(tasks, rounds=10)
     assert 5 < found["ten"].over(found["one"]) < 20
 
 
@@ -224,8 +224,8 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
 def test_bytes_are_those_of_the_tensors():
     x, kept = torch.zeros(1000), []
     first, second, third = memory.usages(lambda: kept.append(x + (x + 1)), lambda: torch.exp(x), kept.clear)
-    assert first == memory.Usage(peak=8000, kept=4000) or 8000 <= first.peak < 8100
-    assert first.kept == 4000 and 4000 <= second.peak < 4100 and second.kept == 0 and third.kept == -4000
+    assert 8000 <= first.peak < 8100 and first.kept == 4000
+    assert 4000 <= second.peak < 4100 and second.kept == 0 and third.kept == -4000
 
 
 def test_the_state_of_adam_takes_two_numbers_for_each_parameter():
