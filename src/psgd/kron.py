@@ -47,6 +47,8 @@ class Kron:
             if fnmatchcase(name, pattern):
                 return override(tuple(shape))
         shape = tuple(shape) or (1,)
+        if len(shape) > 3:  # a convolution's kernel is one axis: its own are too short for a product each
+            shape = (*shape[:2], math.prod(shape[2:]))
         dense = self.dense(shape)
         matrix = self.factor if isinstance(self.factor, Triangular) else Dense()
         parts = tuple(matrix if i in dense else Diagonal() if n > 1 else Identity() for i, n in enumerate(shape))

@@ -155,12 +155,18 @@ class InverseFree(Kronecker):
         moving = self._moving()
         if moving and "P" not in q[str(moving[0])]:
             q = self.ready(q)
-        x = g.unflatten(-1, self.shape)
-        for i in moving:
-            p, axis = q[str(i)]["P"], i - len(self.shape)
-            y = x.movedim(axis, -1)
-            x = (y @ p if p.ndim > 1 else y * p).movedim(-1, axis)
-        return x.flatten(-len(self.shape))
+        x, batch = g.contiguous(), g.shape[:-1]
+        for i in moving:  # seen as (before, axis, after), no axis has to be moved
+            p, after = q[str(i)]["P"], math.prod(self.shape[i + 1 :])
+            y = x.view(*batch, -1, self.shape[i], after)
+            if p.ndim == 1:
+                y = y * p[:, None]
+            elif after < len(p):  # a product wants long sides, and P is symmetric
+                y = (y.mT.reshape(*batch, -1, len(p)) @ p).view(*batch, -1, after, len(p)).mT
+            else:
+                y = p @ y
+            x = y.reshape(*batch, -1)
+        return x
 
     def _moving(self) -> list[int]:
         return [i for i, part in enumerate(self.parts) if part.moves]
