@@ -45,8 +45,23 @@ def draw(plot: Plot, looks: Mapping[str, Look] | None = None) -> Figure:
                 draw_points(ax, plot, mark, looks[mark.name])
         if not heat:
             ax.set(xscale="log" if plot.x_log else "linear", yscale="log" if plot.y_log else "linear")
+            for axis, log in ((ax.xaxis, plot.x_log), (ax.yaxis, plot.y_log)):
+                if log:
+                    label_short(axis)
         legend(figure, ax)
     return figure
+
+
+def label_short(axis: Any) -> None:
+    """Label a logarithmic axis of less than two decades by 1, 2 and 5, in plain numbers; matplotlib's crowd it."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    if not 0 < low < high < 100 * low:
+        return
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def save(plot: Plot, path: Path, looks: Mapping[str, Look] | None = None) -> Path:
