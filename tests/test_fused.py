@@ -20,7 +20,7 @@ def test_the_same_steps(group, n, rule, size, monkeypatch):
     for _ in range(5):
         v, h = torch.randn(2, n, generator=rng, dtype=torch.float64)
         new = group.fit(q, v, h, lr=0.4, rule=rule)
-        torch.testing.assert_close(new, Group.fit(group, q, v, h, lr=0.4, rule=rule))
+        torch.testing.assert_close(new, Group.fitted(group, q, v, h, 0.4, True, rule))
         torch.testing.assert_close(group.precondition(new, v), Group.precondition(group, new, v))
         q = new
 

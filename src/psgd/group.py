@@ -183,9 +183,7 @@ class Group(ABC):
 
         `coin` says which of its twin groups a LowRank factor moves on: toss it anew for every step.
         """
-        q = self.prepared(q)
-        a, b = self.apply(q, h), self.solve_t(q, v)
-        return self.step(q, Residual(h, v, a, a, b, b), lr, coin, rule)
+        return self.fitted(q, v, h, lr, coin, rule)
 
     def whiten(
         self,
@@ -198,7 +196,17 @@ class Group(ABC):
         rule: StepSize = Smoothed(),  # noqa: B008 - frozen
     ) -> Point:
         """One step towards P = E[h hᵀ]^(−½): as `fit`, with a probe v ~ N(0, I) that is independent of h."""
-        return self.fit(q, v, h, lr=lr, coin=coin, rule=rule)
+        return self.whitened(q, v, h, lr, coin, rule)
+
+    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+        """Do what `fit` says; what groups with a form of their own override."""
+        q = self.prepared(q)
+        a, b = self.apply(q, h), self.solve_t(q, v)
+        return self.step(q, Residual(h, v, a, a, b, b), lr, coin, rule)
+
+    def whitened(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+        """Do what `whiten` says; what groups that need no probe override."""
+        return self.fitted(q, v, h, lr, coin, rule)
 
     def ready(self, q: Point) -> Point:
         """Return what `precondition` may be given instead of q, if it is called often: made once for each q."""

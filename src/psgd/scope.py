@@ -41,11 +41,7 @@ class Unit:
         self.sizes = [s.numel() for s in self.shapes]
         self.n = sum(self.sizes)
         self.rows = self.shapes[0][0] if affine else 1
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of its tensor, or of [W b]."""
-        return (self.rows, self.n // self.rows) if self.rows > 1 else tuple(self.shapes[0]) or (1,)
+        self.shape = (self.rows, self.n // self.rows) if affine else tuple(self.shapes[0]) or (1,)
 
     def flat(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Return pieces that make up the vector; None counts as zero."""

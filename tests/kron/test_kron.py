@@ -323,6 +323,16 @@ def test_a_convolution_with_its_bias_and_a_checkpoint_of_it():
         torch.testing.assert_close(a.point, b.point, rtol=0, atol=0)
 
 
+def test_a_layer_of_one_output_has_its_bias_beside_it():
+    model = nn.Linear(3, 1)
+    opt = PSGD(model.named_parameters(), kron(affine=model), lr=0.1, curvature=psgd.whiten, precond_prob=1.0)
+    model(torch.ones(2, 3)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step()
+    assert [s.n for s in opt._scopes()] == [4]
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
 def test_layers_without_names_are_refused():
     model = net()
     opt = PSGD(model.parameters(), kron(affine=model), lr=0.01, curvature=psgd.whiten)

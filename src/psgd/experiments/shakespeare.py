@@ -7,7 +7,7 @@ them. The reported losses are of the validation text: 320 pieces, always the sam
 evaluations does not count. All else are the packages' own defaults, but for the rate of Muon's AdamW, which moves
 embeddings and gains: a tenth of Muon's was better in trials than the package's ratio, and than one rate for both with
 the adjustment of Moonlight; and but for how often and how far `psgd-kron…` moves its factors, chosen in ten trials of
-300 iterations on the same held-out training text (a rate of 0.002 ended there at 1.97 to 1.98 with each of five).
+300 iterations on the same held-out training text.
 
 `psgd-kron` whitens the momentum, `psgd-kron-gradient`, `psgd-lra` and `psgd-xmat` whiten the gradient, and
 `psgd-kron-newton` takes exact Hessian products, for which attention has to be computed without torch's fused kernels.

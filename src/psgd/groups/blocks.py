@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -105,16 +104,16 @@ class Blocks(Group):
 
         return None if one(_first(q)) is None else torch.vmap(one)(q).flatten()
 
-    def fit(self, q: Point, v: Tensor, h: Tensor, **options: Any) -> Point:
-        return self._moved(self.part.fit, q, v, h, options)
+    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+        return self._moved(self.part.fitted, q, v, h, lr, coin, rule)
 
-    def whiten(self, q: Point, v: Tensor, h: Tensor, **options: Any) -> Point:
-        return self._moved(self.part.whiten, q, v, h, options)
+    def whitened(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+        return self._moved(self.part.whitened, q, v, h, lr, coin, rule)
 
-    def _moved(self, move: Callable[..., Point], q: Point, v: Tensor, h: Tensor, options: dict[str, Any]) -> Point:
+    def _moved(self, move: Callable[..., Point], q: Point, v: Tensor, h: Tensor, *options: Any) -> Point:
         if not self.moves:
             return q
-        each = torch.vmap(functools.partial(move, **options), in_dims=(0, -2, -2))
+        each = torch.vmap(lambda p, v, h: move(p, v, h, *options), in_dims=(0, -2, -2))
         return each(q, self._split(v), self._split(h))
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:

@@ -11,7 +11,7 @@ from torch import Tensor
 from psgd.algebra import MatrixAlgebra
 from psgd.group import Point
 from psgd.linalg import batch_sum, chunks, lift, maximum_modulus
-from psgd.step_size import Smoothed, StepSize
+from psgd.step_size import StepSize
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,11 @@ class Diagonal(MatrixAlgebra):
     def norm(self, e: Point) -> Tensor:
         return maximum_modulus(e["d"])
 
-    def fit(
-        self,
-        q: Point,
-        v: Tensor,
-        h: Tensor,
-        *,
-        lr: float | Tensor = 0.1,
-        coin: bool = True,
-        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
-    ) -> Point:
+    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         """As for every algebra, chunk by chunk."""
         d = q["d"]
         if v.ndim > 1 or h.ndim > 1 or lift(d) is not d:
-            return super().fit(q, v, h, lr=lr, coin=coin, rule=rule)
+            return super().fitted(q, v, h, lr, coin, rule)
         pieces = chunks(len(d))
 
         def squares(i: int, j: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
 from psgd.groups.kronecker import Kronecker
 from psgd.linalg import batch_sum, frobenius, lift, maximum_modulus, outer, spectral_norm, subtract
-from psgd.step_size import Smoothed, StepSize
+from psgd.step_size import StepSize
 
 
 class Motion(ABC):
@@ -116,29 +116,11 @@ class InverseFree(Kronecker):
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         raise ValueError(f"{self} moves as a whole, and cannot be a factor of a product or a sum")
 
-    def fit(
-        self,
-        q: Point,
-        v: Tensor,
-        h: Tensor,
-        *,
-        lr: float | Tensor = 0.1,
-        coin: bool = True,
-        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
-    ) -> Point:
+    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         del coin
         return self._followed(q, h, lambda i: self._trace(v, i), lr, rule)
 
-    def whiten(
-        self,
-        q: Point,
-        v: Tensor,
-        h: Tensor,
-        *,
-        lr: float | Tensor = 0.1,
-        coin: bool = True,
-        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
-    ) -> Point:
+    def whitened(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         del v, coin
         identity = h.numel() / h.shape[-1] * math.prod(self.shape)
         return self._followed(q, h, lambda i: identity / self.shape[i], lr, rule)

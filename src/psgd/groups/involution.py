@@ -12,7 +12,7 @@ from torch import Tensor
 from psgd.algebra import MatrixAlgebra
 from psgd.group import Point
 from psgd.linalg import batch_sum, chunks, lift
-from psgd.step_size import Smoothed, StepSize
+from psgd.step_size import StepSize
 
 
 class Involution(MatrixAlgebra):
@@ -64,18 +64,9 @@ class Involution(MatrixAlgebra):
     def put(self, x: Tensor, i: int, j: int, low: Tensor, high: Tensor) -> None:
         """Write the first members of pairs i … j, and their partners."""
 
-    def fit(
-        self,
-        q: Point,
-        v: Tensor,
-        h: Tensor,
-        *,
-        lr: float | Tensor = 0.1,
-        coin: bool = True,
-        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
-    ) -> Point:
+    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
-            return super().fit(q, v, h, lr=lr, coin=coin, rule=rule)
+            return super().fitted(q, v, h, lr, coin, rule)
         pieces, middle = chunks(len(h) // 2), slice(len(h) // 2, len(h) // 2 + len(h) % 2)
         alone = (q["a"][middle] * h[middle], v[middle] / q["a"][middle])
 

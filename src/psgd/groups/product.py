@@ -9,7 +9,7 @@ from torch import Tensor
 
 from psgd.group import Group, Point, Residual, Where
 from psgd.groups.composite import Composite
-from psgd.step_size import Smoothed, StepSize
+from psgd.step_size import StepSize
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,7 @@ class Product(Composite):
         factor, p = next(iter(others or self.pairs(q)))
         return factor.singular_values(p, n)
 
-    def fit(
-        self,
-        q: Point,
-        v: Tensor,
-        h: Tensor,
-        *,
-        lr: float | Tensor = 0.1,
-        coin: bool = True,
-        rule: StepSize = Smoothed(),  # noqa: B008 - frozen
-    ) -> Point:
+    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         q = self.prepared(q)
         pairs = self._forward(q, h, v)
         return self._backward(q, pairs, *pairs[0], lr, coin, rule)
