@@ -109,7 +109,7 @@ def our_parts(
         def fit() -> None:
             nonlocal q
             for (v, h), coin in zip(given.pairs, (True, False), strict=True):
-                q = move(q, v, h, lr=lr, coin=coin)
+                q = move(q, v, h, lr=lr, coin=coin, out=None if compiled else q)  # as the optimizer does
 
         ready: list[Any] = []
 

@@ -178,12 +178,14 @@ class Group(ABC):
         lr: float | Tensor = 0.1,
         coin: bool = True,
         rule: StepSize = Smoothed(),  # noqa: B008 - frozen
+        out: Point | None = None,
     ) -> Point:
         """One step on c(P) from the pair (v, h); a batch of pairs counts as their sum.
 
-        `coin` says which of its twin groups a LowRank factor moves on: toss it anew for every step.
+        `coin` says which of its twin groups a LowRank factor moves on: toss it anew for every step. Tensors of `out`,
+        which may be q, can be used for the result: that saves fresh memory. A step that is not finite writes none.
         """
-        return self.fitted(q, v, h, lr, coin, rule)
+        return self.fitted(q, v, h, lr, coin, rule, out)
 
     def whiten(
         self,
@@ -194,19 +196,24 @@ class Group(ABC):
         lr: float | Tensor = 0.1,
         coin: bool = True,
         rule: StepSize = Smoothed(),  # noqa: B008 - frozen
+        out: Point | None = None,
     ) -> Point:
         """One step towards P = E[h hᵀ]^(−½): as `fit`, with a probe v ~ N(0, I) that is independent of h."""
-        return self.whitened(q, v, h, lr, coin, rule)
+        return self.whitened(q, v, h, lr, coin, rule, out)
 
-    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def fitted(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
         """Do what `fit` says; what groups with a form of their own override."""
         q = self.prepared(q)
         a, b = self.apply(q, h), self.solve_t(q, v)
         return self.step(q, Residual(h, v, a, a, b, b), lr, coin, rule)
 
-    def whitened(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def whitened(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
         """Do what `whiten` says; what groups that need no probe override."""
-        return self.fitted(q, v, h, lr, coin, rule)
+        return self.fitted(q, v, h, lr, coin, rule, out)
 
     def ready(self, q: Point) -> Point:
         """Return what `precondition` may be given instead of q, if it is called often: made once for each q."""

@@ -22,14 +22,33 @@ CHUNK = 1 << 15
 """Entries that are worked on at once where one pass after the other would go through memory: they stay in the cache."""
 
 
-def chunks(n: int) -> list[tuple[int, int]]:
-    """Return the ends of pieces of 0 … n; a compiler gets one piece, and finds its own.
+def chunks(n: int, like: Tensor, times: int = 1) -> list[tuple[int, int]]:
+    """Return the ends of pieces of 0 … n; a compiler gets one piece, and finds its own, as does another device.
 
-    >>> chunks(70_000)
+    >>> chunks(70_000, torch.ones(()))
     [(0, 32768), (32768, 65536), (65536, 70000)]
     """
-    size = n if torch.compiler.is_compiling() else CHUNK
+    size = n if torch.compiler.is_compiling() or like.device.type != "cpu" else times * CHUNK
     return [(i, min(n, i + size)) for i in range(0, n, max(1, size))]
+
+
+def ordinary(*tensors: Tensor) -> bool:
+    """Whether these are numbers on a CPU, all float32 or all float64: not traced, not batched by vmap."""
+    return (
+        not torch.compiler.is_compiling()
+        and {t.dtype for t in tensors} in ({torch.float32}, {torch.float64})
+        and all(t.device.type == "cpu" and type(t) is Tensor for t in tensors)
+        and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    )
+
+
+def goes(size: Tensor) -> bool:
+    """Whether a step of this size may be written over what it starts from: the norm it comes from was finite.
+
+    >>> goes(torch.tensor(0.1)), goes(torch.tensor(float("nan")))
+    (True, False)
+    """
+    return 0 < float(size) < float("inf")
 
 
 def outer(x: Tensor, y: Tensor) -> Tensor:
@@ -62,7 +81,7 @@ def subtract(q: Tensor, size: float | Tensor, e: Tensor) -> Tensor:
 def subtract_product(q: Tensor, size: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """q − size·a·b, without forming the product where q's dtype needs no care."""
     if q.dtype == a.dtype == b.dtype:
-        return torch.addmm(q, a, -size * b)
+        return torch.addmm(q.mT, (-size * b).mT, a.mT).mT  # rows of length n, as q has them
     return subtract(q, size, lift(a) @ b)
 
 

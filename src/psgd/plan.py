@@ -175,8 +175,8 @@ class _Counter(TorchDispatchMode):
             return out
         name = func.name()
         if name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::mv", "aten::dot"):
-            inner = next(a for a in args if isinstance(a, Tensor)).shape[-1]
-            self.total += 2.0 * first.numel() * inner
+            left = args[1] if name == "aten::addmm" else args[0]  # which comes after what the product is added to
+            self.total += 2.0 * first.numel() * left.shape[-1]
         elif "linalg_solve" in name:  # by substitution, or with a factorization of each matrix
             matrix = args[0]
             factorization = 0 if "triangular" in name else 2 / 3 * matrix.numel() * matrix.shape[-1]

@@ -94,8 +94,8 @@ class Unit:
                     got = tuple(piece.shape) if isinstance(piece, Tensor) else "none"
                     needs = f"{group} needs {key!r} of shape {tuple(shape)}, got {got}"
                     raise ValueError(f"the state was saved for another group: {needs}")
-            value = torch.cat([t.reshape(-1, *leaf.shape[1:]) for t in pieces]) if rows else pieces[0].clone()
-            point[key] = value.to(self.params[0].device, leaf.dtype)
+            value = torch.cat([t.reshape(-1, *leaf.shape[1:]) for t in pieces]) if rows else pieces[0]
+            point[key] = torch.empty_like(leaf, device=self.params[0].device).copy_(value)  # laid out as the template
         return point
 
 
@@ -185,6 +185,11 @@ class Scope:
             self._ready = self.group.ready(self.point)
         return self.group.precondition(self._ready, x)
 
+    @property
+    def alone(self) -> bool:
+        """Whether a step of the point may be written over it: one unit, on a device where looking first is free."""
+        return len(self.units) == 1 and self.device.type == "cpu"
+
     def scaled(self, factors: Tensor) -> Point:
         """Return the point with each unit's Q multiplied by its factor."""
         return self.group.scaled(self.point, factors if len(self.units) > 1 else factors[0])
@@ -194,7 +199,7 @@ class Scope:
         moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
         count, self._ready = len(self.units), None
         for _, leaf in moved:
-            ok = ok & leaf.isfinite().view(count, -1).all(1)
+            ok = ok & (leaf.isfinite().view(count, -1).all(1) if count > 1 else leaf.isfinite().all())
         for old, leaf in moved:
             fits = ok.view(-1, *[1] * (leaf.ndim - 1)) if count > 1 else ok[0]
             old.copy_(torch.where(fits, leaf, old))

@@ -48,7 +48,10 @@ class Update:
         if pg["init_scale"] is None and group.scalable:
             point = scope.scaled(_rescale(scope, v_flat, h_flat, ok))
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
-        point = fit(group)(point, v_flat, h_flat, lr=pg["precond_lr"], coin=coin, rule=pg["rule"])
+        lr, out = pg["precond_lr"], None
+        if scope.alone and not isinstance(schedule(pg), Adaptive):
+            lr, out = lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32)), point
+        point = fit(group)(point, v_flat, h_flat, lr=lr, coin=coin, rule=pg["rule"], out=out)
         if pg["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1:
             point = group.balance(point)
         if isinstance(schedule(pg), Adaptive):

@@ -104,10 +104,14 @@ class Blocks(Group):
 
         return None if one(_first(q)) is None else torch.vmap(one)(q).flatten()
 
-    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def fitted(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
         return self._moved(self.part.fitted, q, v, h, lr, coin, rule)
 
-    def whitened(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def whitened(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
         return self._moved(self.part.whitened, q, v, h, lr, coin, rule)
 
     def _moved(self, move: Callable[..., Point], q: Point, v: Tensor, h: Tensor, *options: Any) -> Point:

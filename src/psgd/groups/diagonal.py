@@ -10,7 +10,7 @@ from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
 from psgd.group import Point
-from psgd.linalg import batch_sum, chunks, lift, maximum_modulus
+from psgd.linalg import batch_sum, chunks, goes, lift, maximum_modulus
 from psgd.step_size import StepSize
 
 
@@ -53,12 +53,17 @@ class Diagonal(MatrixAlgebra):
     def norm(self, e: Point) -> Tensor:
         return maximum_modulus(e["d"])
 
-    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def precondition(self, q: Point, g: Tensor) -> Tensor:
+        return (q["d"] * g).mul_(q["d"])
+
+    def fitted(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
         """As for every algebra, chunk by chunk."""
         d = q["d"]
         if v.ndim > 1 or h.ndim > 1 or lift(d) is not d:
             return super().fitted(q, v, h, lr, coin, rule)
-        pieces = chunks(len(d))
+        pieces = chunks(len(d), d)
 
         def squares(i: int, j: int) -> tuple[Tensor, Tensor]:
             y, z = d[i:j] * h[i:j], v[i:j] / d[i:j]
@@ -72,7 +77,9 @@ class Diagonal(MatrixAlgebra):
             return torch.stack(ups).amax() + torch.stack(downs).amax()
 
         size, ell = rule(lr, q["ell"], norm, bound)
-        new = torch.empty_like(d)
+        if out is not None and not goes(size):
+            return q
+        new = torch.empty_like(d) if out is None else out["d"]
         for i, j in pieces:
             y, z = squares(i, j)
             new[i:j] = torch.addcmul(d[i:j], y.sub_(z).mul_(-size), d[i:j])

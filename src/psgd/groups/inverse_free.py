@@ -116,11 +116,15 @@ class InverseFree(Kronecker):
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         raise ValueError(f"{self} moves as a whole, and cannot be a factor of a product or a sum")
 
-    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def fitted(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
         del coin
         return self._followed(q, h, lambda i: self._trace(v, i), lr, rule)
 
-    def whitened(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def whitened(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
         del v, coin
         identity = h.numel() / h.shape[-1] * math.prod(self.shape)
         return self._followed(q, h, lambda i: identity / self.shape[i], lr, rule)

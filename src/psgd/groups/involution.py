@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
 from psgd.group import Point
-from psgd.linalg import batch_sum, chunks, lift
+from psgd.linalg import batch_sum, chunks, goes, lift
 from psgd.step_size import StepSize
 
 
@@ -64,10 +64,12 @@ class Involution(MatrixAlgebra):
     def put(self, x: Tensor, i: int, j: int, low: Tensor, high: Tensor) -> None:
         """Write the first members of pairs i … j, and their partners."""
 
-    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def fitted(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
             return super().fitted(q, v, h, lr, coin, rule)
-        pieces, middle = chunks(len(h) // 2), slice(len(h) // 2, len(h) // 2 + len(h) % 2)
+        pieces, middle = chunks(len(h) // 2, h), slice(len(h) // 2, len(h) // 2 + len(h) % 2)
         alone = (q["a"][middle] * h[middle], v[middle] / q["a"][middle])
 
         def norm() -> Tensor:
@@ -83,14 +85,16 @@ class Involution(MatrixAlgebra):
             return torch.cat(ups).amax() + torch.cat(downs).amax()
 
         size, ell = rule(lr, q["ell"], norm, bound)
-        new = {"a": torch.empty_like(q["a"]), "b": torch.empty_like(q["b"]), "ell": ell}
+        if out is not None and not goes(size):
+            return q
+        new = {k: torch.empty_like(q[k]) if out is None else out[k] for k in ("a", "b")} | {"ell": ell}
         for i, j in pieces:
             a, a_, b, b_, *rest = self._ends(q, v, h, i, j)
             e, e_, f = (t.mul_(-size) for t in _residual(*rest))  # [[e, f], [f, e′]] times [[a, b], [b′, a′]]
-            low, high = torch.addcmul(torch.addcmul(a, e, a), f, b_), torch.addcmul(torch.addcmul(a_, f, b), e_, a_)
-            self.put(new["a"], i, j, low, high)
-            low, high = torch.addcmul(torch.addcmul(b, e, b), f, a_), torch.addcmul(torch.addcmul(b_, f, a), e_, b_)
-            self.put(new["b"], i, j, low, high)
+            a_new = torch.addcmul(torch.addcmul(a, e, a), f, b_), torch.addcmul(torch.addcmul(a_, f, b), e_, a_)
+            b_new = torch.addcmul(torch.addcmul(b, e, b), f, a_), torch.addcmul(torch.addcmul(b_, f, a), e_, b_)
+            self.put(new["a"], i, j, *a_new)  # only now: the old ones may be views of it
+            self.put(new["b"], i, j, *b_new)
         new["a"][middle] = q["a"][middle] * (1 - size * (alone[0].square() - alone[1].square()))
         new["b"][middle] = 0
         return new
@@ -109,7 +113,7 @@ class Involution(MatrixAlgebra):
         if g.ndim > 1:
             return super().precondition(q, g)
         k, out = len(g) // 2, torch.empty_like(g)
-        for i, j in chunks(k):
+        for i, j in chunks(k, g):
             (a, a_), (b, b_), (x, x_) = (self.couples(t, i, j) for t in (q["a"], q["b"], g))
             y, y_ = torch.addcmul(a * x, b, x_), torch.addcmul(b_ * x, a_, x_)
             self.put(out, i, j, torch.addcmul(a * y, b_, y_), torch.addcmul(b * y, a_, y_))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from psgd.group import Group, Point, Residual, Where
+from psgd.groups import uvd
 from psgd.groups.composite import Composite
 from psgd.step_size import StepSize
 
@@ -79,10 +80,19 @@ class Product(Composite):
         factor, p = next(iter(others or self.pairs(q)))
         return factor.singular_values(p, n)
 
-    def fitted(self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
+    def fitted(
+        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
+    ) -> Point:
+        if uvd.fits(self.parts, q, v, h):
+            new = uvd.fitted(q, v, h, self.share(lr), coin, rule, out)
+            if new is not None:
+                return new
         q = self.prepared(q)
         pairs = self._forward(q, h, v)
         return self._backward(q, pairs, *pairs[0], lr, coin, rule)
+
+    def precondition(self, q: Point, g: Tensor) -> Tensor:
+        return uvd.precondition(q, g) if uvd.fits(self.parts, q, g) else super().precondition(q, g)
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         return self._backward(q, self._forward(q, r.h, r.v), r.x, r.w, lr, coin, rule)
