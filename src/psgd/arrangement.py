@@ -74,6 +74,8 @@ def arrange(
     param_groups: list[ParamGroup], state: State, cache: dict[int, Scope], create: bool = True
 ) -> dict[int, Scope]:
     """Return the numbered scopes, made or restored where needed. Parameters that come later get one of their own."""
+    if _unchanged(param_groups, state, cache):
+        return cache
     fresh: list[Member] = []
     known: dict[int, list[Member]] = {}
     for m in members(param_groups):
@@ -98,6 +100,13 @@ def arrange(
             scopes[number] = scope
             _create(scope, state, number, options)
     return scopes
+
+
+def _unchanged(param_groups: list[ParamGroup], state: State, cache: dict[int, Scope]) -> bool:
+    """Whether the scopes of the last step hold all parameters, and the state their views: so it is at most steps."""
+    mine = {p: q for scope in cache.values() for p, q in scope.installed}
+    params = [p for pg in param_groups for p in pg["params"]]
+    return len(mine) == len(params) and all(p in mine and p in state and state[p].get("q") is mine[p] for p in params)
 
 
 def _create(scope: Scope, state: State, number: int, options: dict[Tensor, ParamGroup]) -> None:

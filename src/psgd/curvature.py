@@ -44,7 +44,7 @@ class Hessian(Curvature):
     """h = Hv exactly, by double backward. Raises where the model does not support it."""
 
     def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
-        evaluation.first(v)
+        evaluation.first(v, repeatable=False)
         return self.accept(evaluation.seen, memory)
 
     def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:

@@ -36,8 +36,11 @@ def _second(
     if live:
         outputs, probes = zip(*live, strict=True)
         found = torch.autograd.grad(outputs, params, probes, retain_graph=retain_graph, allow_unused=True)
-    zeros = (None if gi is None else torch.zeros_like(gi) for gi in g)
-    return [z if hi is None or z is None else hi.detach() for hi, z in zip(found, zeros, strict=True)]
+
+    def product(gi: Tensor | None, hi: Tensor | None) -> Tensor | None:
+        return None if gi is None else torch.zeros_like(gi) if hi is None else hi.detach()
+
+    return [product(gi, hi) for gi, hi in zip(g, found, strict=True)]
 
 
 class Intercept(TorchFunctionMode):
@@ -86,8 +89,8 @@ class Intercept(TorchFunctionMode):
             self.g = [None if gi is None else gi.detach() for gi in g]
             for i, hi in enumerate(_second(g, self.params, self.v, retain)):
                 if hi is not None:
-                    old = self.h[i]
-                    self.h[i] = hi / self.scale if old is None else old + hi / self.scale
+                    old, hi = self.h[i], hi if self.scale == 1 else hi / self.scale
+                    self.h[i] = hi if old is None else old + hi
         except (RuntimeError, NotImplementedError) as e:
             self.error = str(e).strip().splitlines()[0]
 
@@ -151,9 +154,9 @@ class Evaluation:
         if not reached:
             self._backward()
 
-    def first(self, v: Sequence[Tensor] | None) -> None:
-        """Evaluate under watch, taking h = Hv where v is given (see `seen`), so that it can be repeated."""
-        self._before = [None if p.grad is None else p.grad.clone() for p in self.params]
+    def first(self, v: Sequence[Tensor] | None, *, repeatable: bool = True) -> None:
+        """Evaluate under watch, taking h = Hv where v is given (see `seen`); so that `difference` can repeat it."""
+        self._before = [None if p.grad is None or not repeatable else p.grad.clone() for p in self.params]
         self._rng, self._buffers = _rng(self.params), _contents(self.model)
         self.seen = Intercept(self.params, v)
         self.gradient = self._run(self.seen)

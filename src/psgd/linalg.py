@@ -104,8 +104,12 @@ def frobenius(t: Tensor) -> Tensor:
 
 
 def maximum_modulus(t: Tensor) -> Tensor:
-    """max |tᵢ|, in at least float32 so that a bound stays a bound."""
-    return lift(t).abs().amax()
+    """max |tᵢ|, in at least float32 so that a bound stays a bound; not finite where an entry is not.
+
+    From the two ends: that reads t twice and writes nothing, where torch's ∞-norm is ten times slower on a CPU.
+    """
+    t = lift(t)
+    return torch.maximum(t.amax(), -t.amin())
 
 
 def magnitude(t: Tensor) -> Tensor:

@@ -246,12 +246,18 @@ class PSGD(Optimizer):
             self._count(fitted=False)
             return
         with torch.autocast(next(iter(grads)).device.type, enabled=False):
-            scopes = [s for s in self._scopes() if any(p in grads for p in s.params)]
+            everything = self._scopes()
+            scopes = [s for s in everything if any(p in grads for p in s.params)]
             products = [t for t in (h or {}).values() if t is not None]
-            update = Update(self.state, options, grads, finite([*grads.values(), *products], out))
-            self._count_skip(update.ok)
+            ok = finite([*grads.values(), *products], out)
+            sure = ok.device.type == "cpu"  # where it costs nothing to look
             fitting = due and self._decide(h)
-            averaged = {p: update.average(scope, p) for scope in scopes for p in scope.params if p in grads}
+            self._count_skip(everything[0], ok, sure)
+            if sure and not ok:
+                self._count(fitted=fitting)
+                return
+            update = Update(self.state, options, grads, ok, sure)
+            averaged = update.averages(scopes)
             if fitting and h is None:
                 looked_at = [p for scope in scopes if scope.group.probing for p in scope.params if p in grads]
                 late = [p for p in looked_at if p not in v]  # also gradients put on what does not require one
@@ -266,8 +272,7 @@ class PSGD(Optimizer):
                     update.fit(scope, v, h, operator.attrgetter("fit"))
             directions = [update.direction(scope, averaged) for scope in scopes]
             clip(scopes, directions, self.param_groups[0])
-            for scope, d in zip(scopes, directions, strict=True):
-                update.write(scope, d)
+            update.write(scopes, directions)
             adaptive = schedule(self.param_groups[0])
             if fitting and isinstance(adaptive, Adaptive):
                 self._rest(scopes, adaptive)
@@ -288,9 +293,11 @@ class PSGD(Optimizer):
         for pg in self.param_groups:
             pg["pause"] = pause
 
-    def _count_skip(self, ok: Tensor) -> None:
-        first = next(iter(self._scopes())).params[0]
-        self.state[first].setdefault("skipped", torch.zeros((), device=first.device)).add_(~ok)
+    def _count_skip(self, scope: Scope, ok: Tensor, sure: bool) -> None:
+        first = scope.params[0]
+        count = self.state[first].setdefault("skipped", torch.zeros((), device=first.device))
+        if not (sure and ok):
+            count.add_(~ok)
 
     def _decide(self, h: Any) -> bool:
         """Whether to fit on a step that is due: always with h; by whitening unless Newton pairs are the custom."""
@@ -311,7 +318,7 @@ class PSGD(Optimizer):
 
     def _trainable(self) -> list[Tensor]:
         found = [p for pg in self.param_groups for p in pg["params"] if p.requires_grad and p.numel()]
-        if any(hasattr(p, "device_mesh") for p in found):
+        if any(type(p) not in (Tensor, nn.Parameter) and hasattr(p, "device_mesh") for p in found):
             raise NotImplementedError("PSGD does not support DTensor parameters (FSDP2, tensor parallel) yet; use DDP")
         return found
 

@@ -56,6 +56,8 @@ class Unit:
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Cut a vector into the shapes of the parameters (complex ones as pairs of reals)."""
+        if self.rows == 1:
+            return [piece.view(shape) for piece, shape in zip(x.split(self.sizes), self.shapes, strict=True)]
         widths = [size // self.rows for size in self.sizes]
         pieces = x.view(self.rows, -1).split(widths, 1)
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
@@ -116,7 +118,7 @@ class Scope:
         self.pair: tuple[Tensor, ...] | None = None  # (v, h) of the last fit, once somebody looks: see step_report
         self._ready: Point | None = None
         self._wanted = dtype or torch.float32
-        self._installed: list[Any] = []
+        self.installed: list[tuple[Tensor, Point]] = []  # the views in the state
 
     # --- storage
 
@@ -139,14 +141,14 @@ class Scope:
 
     def intact(self, state: State, params: Sequence[Tensor]) -> bool:
         """Whether these are still the parameters, and the state still holds the views that were installed."""
-        mine = dict(zip(self.params, self._installed, strict=True))
+        mine = dict(self.installed)
         return len(params) == len(mine) and all(p in mine and state[p].get("q") is mine[p] for p in params)
 
     def _install(self, state: State) -> None:
         points = [self.point] if len(self.units) == 1 else unstacked(self.point, len(self.units))
-        self._installed = [q for unit, point in zip(self.units, points, strict=True) for q in unit.slices(point)]
-        self._ready = None
-        for p, q in zip(self.params, self._installed, strict=True):
+        views = [q for unit, point in zip(self.units, points, strict=True) for q in unit.slices(point)]
+        self.installed, self._ready = list(zip(self.params, views, strict=True)), None
+        for p, q in self.installed:
             state[p]["q"] = q
         exact = torch.promote_types(self.dtype, torch.float32)
         for key in SCALE:
@@ -199,7 +201,9 @@ class Scope:
         moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
         count, self._ready = len(self.units), None
         for _, leaf in moved:
-            ok = ok & (leaf.isfinite().view(count, -1).all(1) if count > 1 else leaf.isfinite().all())
+            each = leaf.view(count, -1) if count > 1 else leaf
+            ends = (each.amax(1), each.amin(1)) if count > 1 else (each.amax(), each.amin())
+            ok = ok & ends[0].isfinite() & ends[1].isfinite()  # nothing of n entries is written to find out
         for old, leaf in moved:
             fits = ok.view(-1, *[1] * (leaf.ndim - 1)) if count > 1 else ok[0]
             old.copy_(torch.where(fits, leaf, old))

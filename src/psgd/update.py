@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,12 @@ class Update:
     options: dict[Tensor, ParamGroup]
     grads: dict[Tensor, Tensor]
     ok: Tensor
+    sure: bool = False
+    """Whether `ok` was looked at, and is true: where that is free, nothing needs to be guarded."""
+
+    def guarded(self, x: Tensor, otherwise: Tensor | float = 0.0) -> Tensor:
+        """Return x, if all is finite."""
+        return x if self.sure else torch.where(self.ok, x, otherwise)
 
     def fit(self, scope: Scope, v: dict[Tensor, Tensor], h: dict[Tensor, Tensor], fit: Fit) -> None:
         """Move the scope's point by one step on its pair; parameters without h have no part in it."""
@@ -39,7 +46,7 @@ class Update:
         h_flat = scope.flat([None if p is None else h[p] for p in known])
         # a pair without curvature says nothing: Q would grow for ever
         each = scope.each(h_flat)
-        most = torch.linalg.vector_norm(each, float("inf"), dim=1)
+        most = torch.maximum(each.amax(1), -each.amin(1))
         ok = self.ok & most.isfinite() & (most > 0)
         h_flat = torch.where(ok[:, None], each, 0).view(-1)
         if scope.pair is not None:
@@ -69,38 +76,69 @@ class Update:
         Trend(state["trend"]).add(move)
 
     def direction(self, scope: Scope, m: dict[Tensor, Tensor]) -> Tensor:
-        """Return P m, m the averaged gradient; zero where the step is skipped."""
-        x = torch.where(self.ok, scope.flat([m.get(p) for p in scope.params]), 0)
-        return scope.precondition(x) if schedule(self.options[scope.params[0]]).ever else x
+        """Return P m, m the averaged gradient, in new memory; zero where the step is skipped."""
+        x = self.guarded(scope.flat([m.get(p) for p in scope.params]))
+        if schedule(self.options[scope.params[0]]).ever:
+            return scope.precondition(x)
+        return x.clone() if self.sure else x
 
-    def average(self, scope: Scope, p: Tensor) -> Tensor:
+    def averages(self, scopes: Sequence[Scope]) -> dict[Tensor, Tensor]:
         """m ← βm + (1−β)g, as a plain mean while that weighs g more."""
-        g, beta, state = real(self.grads[p]), self.options[p]["momentum"], self.state[p]
-        if not beta:
-            return g
-        if "momentum" not in state:  # turned on after some steps: the warm-up is over
-            state["momentum"] = torch.where(self.ok, g, 0).to(scope.wide(p)).contiguous()
-        m: Tensor = state["momentum"]
-        weight = (1 / (1 + state["step"].to(m))).clamp_min(1 - beta)
-        return m.lerp_(torch.where(self.ok, g.to(m.dtype), m), weight)
-
-    def write(self, scope: Scope, d: Tensor) -> None:
-        """θ ← (1 − lr·λ)θ − lr·d."""
-        for p, step in zip(scope.params, scope.split(d), strict=True):
-            if p not in self.grads:
+        found: dict[Tensor, Tensor] = {}
+        means: list[Tensor] = []
+        news: list[Tensor] = []
+        weights: list[Tensor] = []
+        least: list[float] = []
+        for scope, p in ((scope, p) for scope in scopes for p in scope.params if p in self.grads):
+            g, beta, state = real(self.grads[p]), self.options[p]["momentum"], self.state[p]
+            if not beta:
+                found[p] = g
                 continue
-            pg, lr = self.options[p], self.options[p]["lr"]
-            if not schedule(pg).ever:
-                step = step.to(real(p).dtype)  # now this is SGD to the last bit
-            lr = lr.reshape(()).to(step) if isinstance(lr, Tensor) else lr
-            if pg["weight_decay"]:
+            if "momentum" not in state:  # turned on after some steps: the warm-up is over
+                state["momentum"] = self.guarded(g).to(scope.wide(p), copy=True).contiguous()
+            found[p] = m = state["momentum"]
+            means.append(m)
+            news.append(self.guarded(g.to(m.dtype), m))
+            weights.append(1 + state["step"].to(m))
+            least.append(1 - beta)
+        if means:
+            torch._foreach_reciprocal_(weights)
+            torch._foreach_clamp_min_(weights, least)
+            torch._foreach_lerp_(means, news, weights)
+        return found
+
+    def write(self, scopes: Sequence[Scope], directions: Sequence[Tensor]) -> None:
+        """θ ← (1 − lr·λ)θ − lr·d."""
+        steps: dict[Tensor, Tensor] = {}
+        for scope, d in zip(scopes, directions, strict=True):
+            steps |= {p: t for p, t in zip(scope.params, scope.split(d), strict=True) if p in self.grads}
+        together: dict[int, tuple[ParamGroup, list[Tensor]]] = {}
+        for p in steps:
+            pg = self.options[p]
+            together.setdefault(id(pg), (pg, []))[1].append(p)
+        for pg, params in together.values():
+            self._step(pg, params, [steps[p] for p in params])
+
+    def _step(self, pg: ParamGroup, params: list[Tensor], steps: list[Tensor]) -> None:
+        targets, lr = [real(p) for p in params], pg["lr"]
+        if not schedule(pg).ever:  # then this is SGD, to the last bit
+            steps = [t.to(p.dtype) for t, p in zip(steps, targets, strict=True)]
+        rates = [lr.reshape(()).to(t) for t in steps] if isinstance(lr, Tensor) else None
+        if pg["weight_decay"]:
+            decay = pg["weight_decay"]
+            for p, rate in zip(params, rates or [lr] * len(params), strict=True):
                 fine = torch.promote_types(real(p).dtype, torch.float32)  # a factor near 1 has no place in bfloat16
-                p.mul_(1 - lr * pg["weight_decay"] * self.ok.to(p.device, fine))
-            if isinstance(lr, Tensor):
-                real(p).sub_(step * lr)
-            else:
-                real(p).add_(step, alpha=-lr)
-            self.state[p]["step"].add_(self.ok)
+                p.mul_(1 - rate * decay * self.ok.to(p.device, fine))
+        if rates is None:
+            torch._foreach_add_(targets, steps, alpha=-lr)
+        else:
+            torch._foreach_sub_(targets, torch._foreach_mul(steps, rates))
+        counters = [self.state[p]["step"] for p in params]
+        if self.sure:
+            torch._foreach_add_(counters, 1)
+        else:
+            for counter in counters:
+                counter.add_(self.ok)
 
 
 def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup) -> None:
@@ -128,17 +166,22 @@ def regularized(t: Tensor, x: Tensor, pg: ParamGroup) -> Tensor:
 
 def finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
     """Whether gradients, products and the loss are finite."""
-    checks = [torch.linalg.vector_norm(real(t), float("inf")).isfinite() for t in tensors]
+    parts = [real(t) for t in tensors]
     loss = out[0] if isinstance(out, (tuple, list)) and out else out
     if isinstance(loss, (float, Tensor)) and not parallel():  # ranks have losses of their own, but act as one
-        checks.append(torch.as_tensor(loss).detach().isfinite().all())
-    return torch.stack([t.to(checks[0].device) for t in checks]).all()
+        parts.append(torch.as_tensor(loss).detach())
+    place = parts[0].device
+    if all(t.device.type == "cpu" for t in parts):  # the sum tells, unless finite numbers overflow in it
+        if all(math.isfinite(t.sum()) for t in parts):
+            return torch.ones((), dtype=torch.bool)
+    ends = [end.isfinite() for t in parts for end in (t.amax(), t.amin())]
+    return torch.stack([t.to(place) for t in ends]).all()
 
 
 def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
     """Return the factors that bring each unit's Q to the scale P ≈ 1/level, level the largest curvature met so far."""
     v, h = scope.each(v), scope.each(h)
-    most = h.abs().amax(1).clamp_min(torch.finfo(h.dtype).tiny)
+    most = torch.maximum(h.amax(1), -h.amin(1)).clamp_min(torch.finfo(h.dtype).tiny)
     moment = (h / most[:, None]).square().square().mean(1).pow(0.25)  # the fourth: heavy tails count
     spread = v.square().mean(1).sqrt()
     level = most * moment / torch.where(spread > 0, spread, 1.0)
