@@ -183,6 +183,16 @@ class PSGD(Optimizer):
 
         return step_report(self)
 
+    def compile(self, **options: Any) -> None:
+        """Compile how the preconditioner is fitted and applied, by `torch.compile(…, **options)`.
+
+        Each of them is compiled once for each group of parameters, whatever lr does. Where no compiler works, one
+        warning says so, and all goes on without. A copy of the optimizer, or an unpickled one, is not compiled.
+        """
+        from psgd.compiled import Compiled
+
+        self._runtime["compiled"] = Compiled(**options)
+
     @contextlib.contextmanager
     def curvature(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
         """Take Hessian products from the backward passes inside: `with opt.curvature(): loss.backward()`.
@@ -330,7 +340,10 @@ class PSGD(Optimizer):
     def _scopes(self, create: bool = True) -> list[Scope]:
         cache: dict[int, Scope] = self._runtime.get("scopes", {})
         self._runtime["scopes"] = arrange(self.param_groups, self.state, cache, create)
-        return list(self._runtime["scopes"].values())
+        found = list(self._runtime["scopes"].values())
+        for scope in found:
+            scope.compiled = self._runtime.get("compiled")
+        return found
 
     # --- persistence
 

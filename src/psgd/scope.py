@@ -10,8 +10,8 @@ by the unit's first parameter.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from psgd.group import Group, Point
 from psgd.groups.blocks import Blocks
 from psgd.groups.padded import Padded
 from psgd.probes import generator, mix
+from psgd.step_size import StepSize
+
+if TYPE_CHECKING:
+    from psgd.compiled import Compiled
 
 State = Mapping[Tensor, dict[str, Any]]
 
@@ -104,6 +108,8 @@ class Unit:
 class Scope:
     """A group's point over the concatenation of some units, in lockstep with their parameters' entries of the state."""
 
+    compiled: Compiled | None = None
+
     def __init__(self, group: Group | Padded, units: Sequence[Unit], dtype: torch.dtype | None) -> None:
         self.units, self._part = list(units), group
         self.group: Any = Blocks(units[0].n, group) if len(units) > 1 else group  # type: ignore[arg-type]
@@ -185,7 +191,27 @@ class Scope:
         """P x."""
         if self._ready is None:
             self._ready = self.group.ready(self.point)
+        if self.compiled:
+            return self.compiled((id(self), "precondition"), self.group.precondition, self._ready, x)
         return self.group.precondition(self._ready, x)
+
+    def fitted(
+        self,
+        fit: Callable[[Any], Callable[..., Point]],
+        point: Point,
+        v: Tensor,
+        h: Tensor,
+        lr: float | Tensor,
+        coin: bool,
+        rule: StepSize,
+        in_place: bool,
+    ) -> Point:
+        """Return the point after a step on a pair, written over the old one if that may be."""
+        move = fit(self.group)
+        if not self.compiled:
+            return move(point, v, h, lr=lr, coin=coin, rule=rule, out=point if in_place else None)
+        lr = torch.as_tensor(lr, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        return self.compiled((id(self), move.__name__), move, point, v, h, lr=lr, coin=coin, rule=rule)
 
     @property
     def alone(self) -> bool:

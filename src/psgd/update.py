@@ -55,10 +55,10 @@ class Update:
         if pg["init_scale"] is None and group.scalable:
             point = scope.scaled(_rescale(scope, v_flat, h_flat, ok))
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
-        lr, out = pg["precond_lr"], None
-        if scope.alone and not isinstance(schedule(pg), Adaptive):
-            lr, out = lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32)), point
-        point = fit(group)(point, v_flat, h_flat, lr=lr, coin=coin, rule=pg["rule"], out=out)
+        lr, in_place = pg["precond_lr"], scope.alone and not isinstance(schedule(pg), Adaptive)
+        if in_place:
+            lr = lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32))
+        point = scope.fitted(fit, point, v_flat, h_flat, lr, coin, pg["rule"], in_place)
         if pg["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1:
             point = group.balance(point)
         if isinstance(schedule(pg), Adaptive):
@@ -89,7 +89,7 @@ class Update:
         news: list[Tensor] = []
         weights: list[Tensor] = []
         least: list[float] = []
-        for scope, p in ((scope, p) for scope in scopes for p in scope.params if p in self.grads):
+        for scope, p in ((one, p) for one in scopes for p in one.params if p in self.grads):
             g, beta, state = real(self.grads[p]), self.options[p]["momentum"], self.state[p]
             if not beta:
                 found[p] = g
