@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from psgd import PSGD, Blocks, Butterfly, Diagonal, Normalized, Smoothed, XMat, linalg, lra
-from psgd.group import Group
+from psgd.group import Group, How
 from psgd.groups import uvd
 from psgd.scope import leaves
 
@@ -20,10 +20,10 @@ FORMS = [Diagonal(), XMat(), Butterfly(), lra(3)]
 def derived(group, monkeypatch):
     """Return fit and precondition as they follow from the group's definition."""
 
-    def fit(*args):
+    def fit(q, v, h, *how):
         with monkeypatch.context() as m:
             m.setattr(uvd, "fits", lambda *_: False)
-            return (type(group) if "@" in str(group) else Group).fitted(group, *args)
+            return (type(group) if "@" in str(group) else Group).fitted(group, q, v, h, How(*how))
 
     return fit, lambda q, g: Group.precondition(group, q, g)
 

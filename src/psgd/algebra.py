@@ -45,7 +45,7 @@ class MatrixAlgebra(Group):
         return True
 
     def origin(self, n: int, where: Where) -> Point:
-        return self.identity(n, **where.at) | {"ell": where.zero()}
+        return self.identity(where.count(n), **where.at) | {"ell": where.zero()}
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         return {k: t if k == "ell" else (s * t).to(t.dtype) for k, t in q.items()}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from psgd.across import local, sharded
 from psgd.group import Group
 from psgd.groups.padded import Padded
 from psgd.kron import Kron
 from psgd.options import SHARED, ParamGroup
-from psgd.scope import Scope, State, Unit, real
+from psgd.scope import Scope, State, Unit, placed, real
 
 
 class Member(NamedTuple):
@@ -50,8 +52,15 @@ def together(found: list[Member]) -> list[Scope]:
     for (group, *_), units in shared.items():
         pg = options[units[0][0]]
         affine = not isinstance(pg["group"], (Group, Padded)) and len(units[0]) > 1
-        scopes.append(Scope(group, [Unit(params, affine) for params in units], pg.get("precond_dtype")))
+        kind = _sharded() if any(map(sharded, itertools.chain(*units))) else Scope
+        scopes.append(kind(group, [Unit(params, affine) for params in units], pg.get("precond_dtype")))
     return scopes
+
+
+def _sharded() -> type[Scope]:
+    from psgd.distributed import ShardedScope  # only here: it needs torch.distributed
+
+    return ShardedScope
 
 
 def _partners(found: list[Member]) -> dict[Tensor, Member]:
@@ -113,6 +122,7 @@ def _create(scope: Scope, state: State, number: int, options: dict[Tensor, Param
     for p in scope.params:
         state[p].update(step=torch.zeros((), device=p.device), scope=number)
         if options[p]["momentum"]:
-            state[p]["momentum"] = torch.zeros(real(p).shape, dtype=scope.wide(p), device=p.device)
+            part = torch.zeros(real(local(p)).shape, dtype=scope.wide(p), device=p.device)
+            state[p]["momentum"] = placed(p, part)
     pg = options[scope.params[0]]
     scope.create(state, pg["init_scale"] or 1.0, pg["seed"], number)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from psgd.across import local, sharded
+
 Gradients = list[Tensor | None]
 
 
@@ -80,6 +82,8 @@ class Intercept(TorchFunctionMode):
         found, error = suspects(outputs)
         self.suspects |= found
         try:
+            if any(map(sharded, self.params)):
+                error = "sharded parameters (FSDP2, DTensor) have no second derivatives"
             if error:
                 raise RuntimeError(error)
             g = torch.autograd.grad(outputs, self.params, weights, create_graph=True, allow_unused=True)
@@ -178,7 +182,7 @@ class Evaluation:
         try:
             with torch.no_grad():
                 for p, vi, g in zip(self.params, v, self._before, strict=True):
-                    p.add_(vi * eps.to(p.device))
+                    local(p).add_(vi * eps.to(p.device))
                     p.grad = None if g is None else g.clone()
                 for buffer, was in self._buffers:  # the same evaluation again: spectral_norm's vectors enter it
                     buffer.copy_(was)
@@ -205,8 +209,10 @@ class Evaluation:
         """√(machine ε of the dtype that computes) · rms(θ), the balance of rounding and truncation."""
         dtypes = [p.dtype for p in self.params] + ([self.seen.autocast] if self.seen.autocast else [])
         machine = max(torch.finfo(dtype).eps for dtype in dtypes)
-        squares = [(p.detach().abs().double().square().sum().cpu(), p.numel()) for p in self.params]
-        rms = (sum(s for s, _ in squares) / max(1, sum(k for _, k in squares))) ** 0.5
+        squares = torch.stack([local(p.detach()).abs().double().square().sum().cpu() for p in self.params]).sum()
+        if any(map(sharded, self.params)):
+            squares = total(squares, self.params)
+        rms = (squares / max(1, sum(p.numel() for p in self.params))) ** 0.5
         return math.sqrt(machine) * torch.as_tensor(rms).clamp_min(0.03).float()  # zero-initialized weights: a floor
 
     def _call(self) -> None:
@@ -218,7 +224,8 @@ class Evaluation:
             self._call()
             if not mode.called and not self._gradient_of_the_product(mode):
                 self._backward()
-        return [p.grad if g is None else g for g, p in zip(grads, self.params, strict=True)] if mode.called else []
+        found = [p.grad if g is None else g for g, p in zip(grads, self.params, strict=True)] if mode.called else []
+        return [None if g is None else local(g) for g in found]
 
     @property
     def _loss(self) -> Any:
@@ -255,6 +262,13 @@ class Evaluation:
                 p.grad = None
             with torch.enable_grad():
                 loss.backward()
+
+
+def total(t: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Return the sum of t over the ranks that hold parts of the same parameters."""
+    from psgd.distributed import across
+
+    return across(params).sum(t)[0]
 
 
 def _distributed() -> bool:
@@ -295,7 +309,7 @@ def _hooked(params: Sequence[Tensor], hook: Callable[[int, Tensor], None]) -> It
 
 def _accumulated(params: Sequence[Tensor]) -> bool:
     """Whether gradients of earlier backward passes are there already."""
-    there = [p.grad.any() for p in params if p.grad is not None]
+    there = [local(p.grad).any() for p in params if p.grad is not None]
     return bool(there) and bool(torch.stack([t.to(there[0].device) for t in there]).any())
 
 

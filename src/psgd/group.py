@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from psgd.across import ALONE, Across
 from psgd.linalg import lift
+from psgd.probes import Runs, normal
 from psgd.step_size import Smoothed, StepSize
 
 if TYPE_CHECKING:
@@ -32,11 +34,21 @@ class Where(NamedTuple):
     generator: torch.Generator | None
     dtype: torch.dtype
     device: torch.device | None
+    runs: Runs | None = None
+    """Which of the n rows are wanted, if another rank has the others."""
 
     @property
     def at(self) -> dict[str, Any]:
         """The keywords of a torch constructor."""
         return {"dtype": self.dtype, "device": self.device}
+
+    def count(self, n: int) -> int:
+        """How many of n rows are wanted."""
+        return n if self.runs is None else sum(stop - start for start, stop in self.runs)
+
+    def normal(self, n: int, width: int) -> Tensor:
+        """Those of n rows of normal numbers that are wanted, in at least float32."""
+        return normal(n, self.generator, width, dtype=self.zero().dtype, runs=self.runs)
 
     def zero(self) -> Tensor:
         """A scalar 0 in at least float32, the start of L in `Smoothed`."""
@@ -59,6 +71,19 @@ class Residual(NamedTuple):
     def map(self, f: Callable[[Tensor], Tensor]) -> Residual:
         """Apply f to each of the six vectors."""
         return Residual(*(f(t) for t in self))
+
+
+class How(NamedTuple):
+    """How a step is made: its rate, which twin group of a LowRank factor moves, the rule of its size.
+
+    Tensors of `out` may be used for the result. `across` sums over the ranks, where each has a part of the vectors.
+    """
+
+    lr: float | Tensor
+    coin: bool
+    rule: StepSize
+    out: Point | None = None
+    across: Across = ALONE
 
 
 class Group(ABC):
@@ -185,7 +210,7 @@ class Group(ABC):
         `coin` says which of its twin groups a LowRank factor moves on: toss it anew for every step. Tensors of `out`,
         which may be q, can be used for the result: that saves fresh memory. A step that is not finite writes none.
         """
-        return self.fitted(q, v, h, lr, coin, rule, out)
+        return self.fitted(q, v, h, How(lr, coin, rule, out))
 
     def whiten(
         self,
@@ -199,21 +224,17 @@ class Group(ABC):
         out: Point | None = None,
     ) -> Point:
         """One step towards P = E[h hᵀ]^(−½): as `fit`, with a probe v ~ N(0, I) that is independent of h."""
-        return self.whitened(q, v, h, lr, coin, rule, out)
+        return self.whitened(q, v, h, How(lr, coin, rule, out))
 
-    def fitted(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
+    def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """Do what `fit` says; what groups with a form of their own override."""
         q = self.prepared(q)
         a, b = self.apply(q, h), self.solve_t(q, v)
-        return self.step(q, Residual(h, v, a, a, b, b), lr, coin, rule)
+        return self.step(q, Residual(h, v, a, a, b, b), how.lr, how.coin, how.rule)
 
-    def whitened(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
+    def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """Do what `whiten` says; what groups that need no probe override."""
-        return self.fitted(q, v, h, lr, coin, rule, out)
+        return self.fitted(q, v, h, how)
 
     def ready(self, q: Point) -> Point:
         """Return what `precondition` may be given instead of q, if it is called often: made once for each q."""

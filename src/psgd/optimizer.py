@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from psgd.across import ALONE, Across, local
 from psgd.arrangement import arrange
 from psgd.curvature import (
     Curvature,
@@ -30,9 +32,8 @@ from psgd.group import Group
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
 from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, structure, tensors, validate
-from psgd.probes import normal_like
 from psgd.schedule import Adaptive, Regular, Schedule
-from psgd.scope import Scope
+from psgd.scope import Scope, probe
 from psgd.step_size import Smoothed, StepSize
 from psgd.trend import Trend
 from psgd.update import Update, clip, finite, regularized
@@ -260,13 +261,13 @@ class PSGD(Optimizer):
             scopes = [s for s in everything if any(p in grads for p in s.params)]
             products = [t for t in (h or {}).values() if t is not None]
             ok = finite([*grads.values(), *products], out)
-            sure = ok.device.type == "cpu"  # where it costs nothing to look
+            shards = self._shards(scopes, ok, list(grads.values()) if h is None else products)
+            sure = ok.device.type == "cpu" and shards is ALONE  # where it costs nothing to look
             fitting = due and self._decide(h)
-            self._count_skip(everything[0], ok, sure)
             if sure and not ok:
-                self._count(fitted=fitting)
+                self._skip(everything[0], ok, fitting)
                 return
-            update = Update(self.state, options, grads, ok, sure)
+            update = Update(self.state, options, grads, ok, sure, late=shards is not ALONE)
             averaged = update.averages(scopes)
             if fitting and h is None:
                 looked_at = [p for scope in scopes if scope.group.probing for p in scope.params if p in grads]
@@ -282,6 +283,13 @@ class PSGD(Optimizer):
                     update.fit(scope, v, h, operator.attrgetter("fit"))
             directions = [update.direction(scope, averaged) for scope in scopes]
             clip(scopes, directions, self.param_groups[0])
+            if shards is not ALONE:
+                if not shards.ok:
+                    self._skip(everything[0], torch.zeros_like(ok), fitting)
+                    return
+                update = dataclasses.replace(update, ok=torch.ones_like(ok), sure=True)
+                update.keep(averaged)
+            self._count_skip(everything[0], update.ok, update.sure)
             update.write(scopes, directions)
             adaptive = schedule(self.param_groups[0])
             if fitting and isinstance(adaptive, Adaptive):
@@ -302,6 +310,25 @@ class PSGD(Optimizer):
         pause = adaptive.pause(lead["pause"], lead["iteration"], mean)
         for pg in self.param_groups:
             pg["pause"] = pause
+
+    def _skip(self, scope: Scope, ok: Tensor, fitting: bool) -> None:
+        """Count a step that changes nothing."""
+        self._count_skip(scope, ok, sure=False)
+        self._count(fitted=fitting)
+
+    @staticmethod
+    def _shards(scopes: Sequence[Scope], ok: Tensor, pair: Sequence[Tensor]) -> Across:
+        """Return what the scopes exchange sums by, having told it what is not finite here."""
+        found = [scope for scope in scopes if scope.across is not ALONE]
+        if not found:
+            return ALONE
+        shards: Any = found[0].across
+        for scope in found[1:]:
+            scope.across = shards  # one for all: what it learns holds for all
+        shards.watch(~ok, torch.stack([t.any() for t in pair]).any() if pair else ok.new_ones(()))
+        if len(found) < len(scopes):
+            _ = shards.ok  # parameters that are whole cannot wait
+        return shards
 
     def _count_skip(self, scope: Scope, ok: Tensor, sure: bool) -> None:
         first = scope.params[0]
@@ -328,14 +355,12 @@ class PSGD(Optimizer):
 
     def _trainable(self) -> list[Tensor]:
         found = [p for pg in self.param_groups for p in pg["params"] if p.requires_grad and p.numel()]
-        if any(type(p) not in (Tensor, nn.Parameter) and hasattr(p, "device_mesh") for p in found):
-            raise NotImplementedError("PSGD does not support DTensor parameters (FSDP2, tensor parallel) yet; use DDP")
         return found
 
     def _probes(self, params: Sequence[Tensor]) -> list[Tensor]:
         lead = self.param_groups[0]
         place = {p: i for i, p in enumerate(p for pg in self.param_groups for p in pg["params"])}
-        return [normal_like(p, lead["seed"], lead["iteration"], place[p]) for p in params]
+        return [probe(p, lead["seed"], lead["iteration"], place[p]) for p in params]
 
     def _scopes(self, create: bool = True) -> list[Scope]:
         cache: dict[int, Scope] = self._runtime.get("scopes", {})
@@ -417,4 +442,4 @@ def _gradient(p: Tensor, pg: ParamGroup) -> Tensor:
     assert p.grad is not None
     if p.grad.is_sparse:
         raise RuntimeError("PSGD does not support sparse gradients; use Embedding(..., sparse=False)")
-    return regularized(p.grad, p, pg)
+    return regularized(local(p.grad), local(p), pg)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,13 +44,44 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(mix(*numbers))
 
 
-def normal_like(p: Tensor, *numbers: int) -> Tensor:
+BLOCK = 1 << 16
+"""Rows that are drawn together: who holds a part of them draws no more than the blocks it meets."""
+
+Runs = Sequence[tuple[int, int]]
+
+
+def normal(
+    n: int, rng: torch.Generator | None, width: int = 1, *, dtype: torch.dtype, runs: Runs | None = None
+) -> Tensor:
+    """Return n×width normal numbers, or those of some runs of the n rows: the same, whichever are asked for.
+
+    >>> whole, part = (normal(9, generator(1), dtype=torch.float32, runs=runs) for runs in (None, [(2, 5)]))
+    >>> whole[2:5].equal(part)
+    True
+    """
+    place = None if rng is None else rng.device
+    first = torch.randn(min(n, BLOCK), width, generator=rng, dtype=dtype, device=place)
+    seed = int(torch.randint(1 << 62, (), generator=rng, device=place)) if n > BLOCK else 0
+    pieces = []
+    for start, stop in [(0, n)] if runs is None else runs:
+        for block in range(start // BLOCK, -(-stop // BLOCK)):
+            base = block * BLOCK
+            later = min(BLOCK, n - base), width
+            drawn = torch.randn(later, generator=generator(seed, block), dtype=dtype).to(place) if block else first
+            pieces.append(drawn[max(start - base, 0) : stop - base])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else first[:0]
+
+
+def normal_like(p: Tensor, *numbers: int, whole: int | None = None, runs: Runs | None = None) -> Tensor:
     """Return v ~ N(0, I) in the shape, dtype and place of p, drawn on the CPU so that every device sees the same.
+
+    If p is but a part, it consists of these runs of the entries of a `whole`.
 
     >>> normal_like(torch.zeros(2, 3), 0, 1).shape
     torch.Size([2, 3])
     """
     dtype = torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
     shape = (*p.shape, 2) if p.is_complex() else p.shape
-    v = torch.randn(shape, generator=generator(*numbers), dtype=dtype)
+    n = math.prod(shape) if whole is None else whole
+    v = normal(n, generator(*numbers), dtype=dtype, runs=runs).view(shape)
     return (torch.view_as_complex(v) if p.is_complex() else v).to(dtype=p.dtype, device=p.device)

@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point
+from psgd.across import ALONE, Across, local, sharded
+from psgd.group import Group, How, Point
 from psgd.groups.blocks import Blocks
 from psgd.groups.padded import Padded
-from psgd.probes import generator, mix
-from psgd.step_size import StepSize
+from psgd.probes import generator, mix, normal_like
 
 if TYPE_CHECKING:
     from psgd.compiled import Compiled
 
 State = Mapping[Tensor, dict[str, Any]]
+Fit = Callable[[Any], Callable[..., Any]]
+"""Which of a group's steps: `fit` or `whiten`."""
 
 SCALE = ("level", "pairs")
 """What the initial scale is found from: the largest curvature met, and in how many pairs. By the units' first."""
@@ -36,16 +38,44 @@ def real(t: Tensor) -> Tensor:
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
+def placed(p: Tensor, part: Tensor) -> Tensor:
+    """Return a part as what it is a part of: sharded as p, if p is."""
+    if not sharded(p):
+        return part
+    from psgd.distributed import like
+
+    return like(p, part)
+
+
+def probe(p: Tensor, *numbers: int) -> Tensor:
+    """Return v ~ N(0, I) for this rank's part of p, which depends on these numbers alone."""
+    if not sharded(p):
+        return normal_like(p, *numbers)
+    from psgd.distributed import places
+
+    return normal_like(local(p), *numbers, whole=p.numel(), runs=places(p))
+
+
+def taken(t: Tensor, p: Tensor) -> Tensor:
+    """Return the part of t that belongs to this rank's part of p, if either is sharded."""
+    if not sharded(p) and not sharded(t):
+        return t
+    from psgd.distributed import part_of
+
+    return part_of(t, p)
+
+
 class Unit:
     """Parameters as one vector: end to end, or a weight and a bias as the rows of [W b]."""
 
     def __init__(self, params: Sequence[Tensor], affine: bool = False) -> None:
         self.params = list(params)
-        self.shapes = [real(p).shape for p in self.params]
+        self.shapes = [real(local(p)).shape for p in self.params]  # of this rank's part
         self.sizes = [s.numel() for s in self.shapes]
         self.n = sum(self.sizes)
+        self.whole = sum(real(p).numel() for p in self.params) if any(map(sharded, self.params)) else self.n
         self.rows = self.shapes[0][0] if affine else 1
-        self.shape = (self.rows, self.n // self.rows) if affine else tuple(self.shapes[0]) or (1,)
+        self.shape = (self.rows, self.n // self.rows) if affine else tuple(real(self.params[0]).shape) or (1,)
 
     def flat(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Return pieces that make up the vector; None counts as zero."""
@@ -76,8 +106,8 @@ class Unit:
                 for q, part in zip(found, self.slices(leaf), strict=True):
                     q[key] = part
             elif leaf.shape[:1] == (self.n,):
-                for q, shape, rows in zip(found, self.shapes, leaf.split(self.sizes), strict=True):
-                    q[key] = rows.view((*shape, *leaf.shape[1:]))
+                for p, q, shape, rows in zip(self.params, found, self.shapes, leaf.split(self.sizes), strict=True):
+                    q[key] = placed(p, rows.view((*shape, *leaf.shape[1:])))
             else:
                 found[0][key] = leaf
         return found
@@ -95,6 +125,8 @@ class Unit:
             rows = leaf.shape[:1] == (self.n,)
             shapes = [(*shape, *leaf.shape[1:]) for shape in self.shapes] if rows else [leaf.shape]
             pieces: list[Any] = [q.get(key) for q in slices[: len(shapes)]]
+            if rows:
+                pieces = [t if t is None else taken(t, p) for t, p in zip(pieces, self.params, strict=True)]
             for piece, shape in zip(pieces, shapes, strict=True):
                 if not isinstance(piece, Tensor) or piece.shape != shape:
                     got = tuple(piece.shape) if isinstance(piece, Tensor) else "none"
@@ -109,12 +141,14 @@ class Scope:
     """A group's point over the concatenation of some units, in lockstep with their parameters' entries of the state."""
 
     compiled: Compiled | None = None
+    across: Across = ALONE
 
     def __init__(self, group: Group | Padded, units: Sequence[Unit], dtype: torch.dtype | None) -> None:
         self.units, self._part = list(units), group
         self.group: Any = Blocks(units[0].n, group) if len(units) > 1 else group  # type: ignore[arg-type]
         self.params = [p for unit in self.units for p in unit.params]
         self.n, self.device = sum(unit.n for unit in self.units), self.params[0].device
+        self.whole = sum(unit.whole for unit in self.units)
         default = torch.float32
         for p in self.params:
             default = torch.promote_types(default, real(p).dtype)
@@ -131,19 +165,25 @@ class Scope:
     def create(self, state: State, scale: float, seed: int, index: int) -> None:
         """Start at Q = scale·I."""
         rng = generator(mix(seed, index), -2)
-        self.point = self.group.init(self.n, scale=scale, generator=rng, dtype=self.dtype, device=self.device)
+        self.point = self._start(scale, rng)
         self._install(state)
+
+    def _start(self, scale: float, rng: torch.Generator) -> Point:
+        return self.group.init(self.n, scale=scale, generator=rng, dtype=self.dtype, device=self.device)
 
     def restore(self, state: State) -> None:
         """Take the point from the per-parameter state, as after a load, a copy or a move."""
         try:
-            template = self._part.init(self.units[0].n, dtype=self.dtype, device=torch.device("meta"))
+            template = self._template()
         except ValueError as e:
             raise ValueError(f"the state was saved for another group: {e}") from e
         slices = [[state[p].get("q", {}) for p in unit.params] for unit in self.units]
         points = [u.gather(template, q, self._part) for u, q in zip(self.units, slices, strict=True)]
         self.point = points[0] if len(points) == 1 else stacked(points)
         self._install(state)
+
+    def _template(self) -> Point:
+        return self._part.init(self.units[0].n, dtype=self.dtype, device=torch.device("meta"))
 
     def intact(self, state: State, params: Sequence[Tensor]) -> bool:
         """Whether these are still the parameters, and the state still holds the views that were installed."""
@@ -195,23 +235,17 @@ class Scope:
             return self.compiled((id(self), "precondition"), self.group.precondition, self._ready, x)
         return self.group.precondition(self._ready, x)
 
-    def fitted(
-        self,
-        fit: Callable[[Any], Callable[..., Point]],
-        point: Point,
-        v: Tensor,
-        h: Tensor,
-        lr: float | Tensor,
-        coin: bool,
-        rule: StepSize,
-        in_place: bool,
-    ) -> Point:
-        """Return the point after a step on a pair, written over the old one if that may be."""
+    def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        """Return the point after a step on a pair."""
         move = fit(self.group)
         if not self.compiled:
-            return move(point, v, h, lr=lr, coin=coin, rule=rule, out=point if in_place else None)
-        lr = torch.as_tensor(lr, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
-        return self.compiled((id(self), move.__name__), move, point, v, h, lr=lr, coin=coin, rule=rule)
+            return move(point, v, h, lr=how.lr, coin=how.coin, rule=how.rule, out=how.out)
+        lr = torch.as_tensor(how.lr, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
+        return self.compiled((id(self), move.__name__), move, point, v, h, lr=lr, coin=how.coin, rule=how.rule)
+
+    def balanced(self, point: Point) -> Point:
+        """Return other coordinates of the same Q, see `Group.balance`."""
+        return self.group.balance(point)
 
     @property
     def alone(self) -> bool:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from psgd.across import ALONE, local
 from psgd.curvature import parallel
+from psgd.group import How
 from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
 from psgd.schedule import Adaptive
-from psgd.scope import Scope, State, real
+from psgd.scope import Fit, Scope, State, placed, real
 from psgd.trend import Trend, relative, sample
-
-Fit = Callable[[Any], Callable[..., Any]]
-"""Which of a group's steps: `fit` or `whiten`."""
 
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
 _BALANCE_EVERY = 10
@@ -34,33 +33,37 @@ class Update:
     ok: Tensor
     sure: bool = False
     """Whether `ok` was looked at, and is true: where that is free, nothing needs to be guarded."""
+    late: bool = False
+    """Whether it is known only after the first exchange with other ranks: until then nothing may be written."""
 
     def guarded(self, x: Tensor, otherwise: Tensor | float = 0.0) -> Tensor:
         """Return x, if all is finite."""
-        return x if self.sure else torch.where(self.ok, x, otherwise)
+        return x if self.sure or self.late else torch.where(self.ok, x, otherwise)
 
     def fit(self, scope: Scope, v: dict[Tensor, Tensor], h: dict[Tensor, Tensor], fit: Fit) -> None:
         """Move the scope's point by one step on its pair; parameters without h have no part in it."""
         pg, known = self.options[scope.params[0]], [p if p in h else None for p in scope.params]
         v_flat = scope.flat([None if p is None else v.get(p) for p in known])
         h_flat = scope.flat([None if p is None else h[p] for p in known])
-        # a pair without curvature says nothing: Q would grow for ever
-        each = scope.each(h_flat)
-        most = torch.maximum(each.amax(1), -each.amin(1))
-        ok = self.ok & most.isfinite() & (most > 0)
-        h_flat = torch.where(ok[:, None], each, 0).view(-1)
+        if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
+            ok = torch.ones(1, dtype=torch.bool, device=scope.device)
+        else:  # a pair without curvature says nothing: Q would grow for ever
+            each = scope.each(h_flat)
+            most = torch.maximum(each.amax(1), -each.amin(1))
+            ok = self.ok & most.isfinite() & (most > 0)
+            h_flat = torch.where(ok[:, None], each, 0).view(-1)
         if scope.pair is not None:
             scope.pair = (v_flat, h_flat)
         point, group = scope.point, scope.group
-        if pg["init_scale"] is None and group.scalable:
+        if pg["init_scale"] is None and group.scalable and (self.late is False or scope.scale["pairs"] < _SCALE_PAIRS):
             point = scope.scaled(_rescale(scope, v_flat, h_flat, ok))
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
-        lr, in_place = pg["precond_lr"], scope.alone and not isinstance(schedule(pg), Adaptive)
-        if in_place:
-            lr = lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32))
-        point = scope.fitted(fit, point, v_flat, h_flat, lr, coin, pg["rule"], in_place)
+        how = How(pg["precond_lr"], coin, pg["rule"])
+        if scope.alone and not isinstance(schedule(pg), Adaptive):
+            how = how._replace(lr=how.lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32)), out=point)
+        point = scope.fitted(fit, point, v_flat, h_flat, how)
         if pg["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1:
-            point = group.balance(point)
+            point = scope.balanced(point)
         if isinstance(schedule(pg), Adaptive):
             self._watch(scope, point, ok)
         else:
@@ -80,10 +83,10 @@ class Update:
         x = self.guarded(scope.flat([m.get(p) for p in scope.params]))
         if schedule(self.options[scope.params[0]]).ever:
             return scope.precondition(x)
-        return x.clone() if self.sure else x
+        return x.clone() if self.sure or self.late else x
 
     def averages(self, scopes: Sequence[Scope]) -> dict[Tensor, Tensor]:
-        """m ← βm + (1−β)g, as a plain mean while that weighs g more."""
+        """m ← βm + (1−β)g, as a plain mean while that weighs g more; if `late`, in new memory, for `keep`."""
         found: dict[Tensor, Tensor] = {}
         means: list[Tensor] = []
         news: list[Tensor] = []
@@ -95,8 +98,9 @@ class Update:
                 found[p] = g
                 continue
             if "momentum" not in state:  # turned on after some steps: the warm-up is over
-                state["momentum"] = self.guarded(g).to(scope.wide(p), copy=True).contiguous()
-            found[p] = m = state["momentum"]
+                state["momentum"] = placed(p, self.guarded(g).to(scope.wide(p), copy=True).contiguous())
+            m = local(state["momentum"])
+            found[p] = m = m.clone() if self.late else m
             means.append(m)
             news.append(self.guarded(g.to(m.dtype), m))
             weights.append(1 + state["step"].to(m))
@@ -106,6 +110,12 @@ class Update:
             torch._foreach_clamp_min_(weights, least)
             torch._foreach_lerp_(means, news, weights)
         return found
+
+    def keep(self, averaged: dict[Tensor, Tensor]) -> None:
+        """Write the averages, now that all is known to be finite."""
+        for p, m in averaged.items():
+            if self.options[p]["momentum"]:
+                local(self.state[p]["momentum"]).copy_(m)
 
     def write(self, scopes: Sequence[Scope], directions: Sequence[Tensor]) -> None:
         """θ ← (1 − lr·λ)θ − lr·d."""
@@ -120,14 +130,14 @@ class Update:
             self._step(pg, params, [steps[p] for p in params])
 
     def _step(self, pg: ParamGroup, params: list[Tensor], steps: list[Tensor]) -> None:
-        targets, lr = [real(p) for p in params], pg["lr"]
+        targets, lr = [real(local(p)) for p in params], pg["lr"]
         if not schedule(pg).ever:  # then this is SGD, to the last bit
             steps = [t.to(p.dtype) for t, p in zip(steps, targets, strict=True)]
         rates = [lr.reshape(()).to(t) for t in steps] if isinstance(lr, Tensor) else None
         if pg["weight_decay"]:
             decay = pg["weight_decay"]
-            for p, rate in zip(params, rates or [lr] * len(params), strict=True):
-                fine = torch.promote_types(real(p).dtype, torch.float32)  # a factor near 1 has no place in bfloat16
+            for p, rate in zip(targets, rates or [lr] * len(params), strict=True):
+                fine = torch.promote_types(p.dtype, torch.float32)  # a factor near 1 has no place in bfloat16
                 p.mul_(1 - rate * decay * self.ok.to(p.device, fine))
         if rates is None:
             torch._foreach_add_(targets, steps, alpha=-lr)
@@ -144,18 +154,36 @@ class Update:
 def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup) -> None:
     """Bound the directions in place: each unit's root mean square, the norm of all, every entry."""
     tiny = torch.finfo(torch.bfloat16).tiny
-    if lead["max_rms"] is not None and schedule(lead).ever:
-        for scope, d in zip(scopes, directions, strict=True):
-            each = scope.each(d)
-            rms = torch.linalg.vector_norm(each, dim=1, keepdim=True) / each.shape[1] ** 0.5
-            each.mul_((lead["max_rms"] / rms.clamp_min(tiny)).clamp_max(1))
-    if lead["max_norm"] is not None and directions:
-        norm = torch.stack([torch.linalg.vector_norm(d).to(directions[0]) for d in directions]).norm()
-        for d in directions:
-            d.mul_((lead["max_norm"] / norm.clamp_min(tiny)).clamp_max(1).to(d))
+    bounded = lead["max_rms"] is not None and schedule(lead).ever
+    if (bounded or lead["max_norm"] is not None) and directions:
+        norms = _norms(scopes, directions)
+        if bounded:
+            for i, (scope, d) in enumerate(zip(scopes, directions, strict=True)):
+                rms = norms[i] / scope.units[0].whole ** 0.5
+                factor = (lead["max_rms"] / rms.clamp_min(tiny)).clamp_max(1)
+                scope.each(d).mul_(factor)
+                norms[i] = norms[i] * factor
+        if lead["max_norm"] is not None:
+            norm = torch.cat([t.to(directions[0]).view(-1) for t in norms]).norm()
+            for d in directions:
+                d.mul_((lead["max_norm"] / norm.clamp_min(tiny)).clamp_max(1).to(d))
     if lead["max_value"] is not None:
         for d in directions:
             d.clamp_(-lead["max_value"], lead["max_value"])
+
+
+def _norms(scopes: Sequence[Scope], directions: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each unit's direction, in columns; those of all sharded scopes by one exchange."""
+    found = [
+        torch.linalg.vector_norm(scope.each(d), dim=1, keepdim=True)
+        for scope, d in zip(scopes, directions, strict=True)
+    ]
+    parted = [i for i, scope in enumerate(scopes) if scope.across is not ALONE]
+    if parted:
+        sums = scopes[parted[0]].across.sum(*(found[i].square() for i in parted))
+        for i, t in zip(parted, sums, strict=True):
+            found[i] = t.sqrt()
+    return found
 
 
 def regularized(t: Tensor, x: Tensor, pg: ParamGroup) -> Tensor:
@@ -174,17 +202,22 @@ def finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
     if all(t.device.type == "cpu" for t in parts):  # the sum tells, unless finite numbers overflow in it
         if all(math.isfinite(t.sum()) for t in parts):
             return torch.ones((), dtype=torch.bool)
-    ends = [end.isfinite() for t in parts for end in (t.amax(), t.amin())]
+    ends = [end.isfinite() for t in parts if t.numel() for end in (t.amax(), t.amin())]
     return torch.stack([t.to(place) for t in ends]).all()
 
 
 def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
     """Return the factors that bring each unit's Q to the scale P ≈ 1/level, level the largest curvature met so far."""
     v, h = scope.each(v), scope.each(h)
-    most = torch.maximum(h.amax(1), -h.amin(1)).clamp_min(torch.finfo(h.dtype).tiny)
-    moment = (h / most[:, None]).square().square().mean(1).pow(0.25)  # the fourth: heavy tails count
-    spread = v.square().mean(1).sqrt()
-    level = most * moment / torch.where(spread > 0, spread, 1.0)
+    if scope.across is ALONE:
+        most = torch.maximum(h.amax(1), -h.amin(1)).clamp_min(torch.finfo(h.dtype).tiny)
+    else:  # in float64, powers need no care, nor another exchange
+        v, h, most = v.double(), h.double(), torch.ones(1, dtype=torch.float64, device=h.device)
+    fourth, second = scope.across.sum((h / most[:, None]).square().square().sum(1), v.square().sum(1))
+    count = scope.units[0].whole
+    moment, spread = (fourth / count).pow(0.25), (second / count).sqrt()  # the fourth: heavy tails count
+    level = (most * moment / torch.where(spread > 0, spread, 1.0)).to(scope.scale["level"])
+    ok = ok & scope.across.curved
     ok = ok & (scope.scale["pairs"] < _SCALE_PAIRS)
     old = scope.scale["level"].clone()
     scope.scale["level"].copy_(torch.where(ok, torch.maximum(old, level), old))

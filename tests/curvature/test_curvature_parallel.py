@@ -11,7 +11,6 @@ from filelock import FileLock
 from situations import Recorder, error
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -101,34 +100,6 @@ def train(rank, *, way="closure", dropout=0.0, branches=False, odd=None, options
     }
 
 
-def sharded(rank):
-    """FSDP2 is refused clearly, by every way in, and nothing changes."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (WORLD,))
-    torch.manual_seed(0)
-    model = fully_shard(Net(), mesh=mesh)
-    before = [p.to_local().detach().clone() for p in model.parameters()]
-    opt = psgd.PSGD(model.parameters())
-    x, y = (t[rank] for t in data())
-    said = []
-
-    def closure():
-        value = F.mse_loss(model(x, rank), y)
-        value.backward()
-        return value
-
-    def context():
-        with opt.curvature():
-            closure()
-
-    for way in (lambda: opt.step(closure), context, lambda: (closure(), opt.step())):
-        try:
-            way()
-        except NotImplementedError as e:
-            said.append(str(e))
-    kept = all(p.to_local().equal(b) for p, b in zip(model.parameters(), before, strict=True))
-    return {"said": said, "kept": kept}
-
-
 FD = {"curvature": psgd.finite_difference}
 SCENARIOS = {
     "closure": {},
@@ -154,7 +125,6 @@ def work(rank, folder):
     patience = timedelta(seconds=60)  # ranks that disagree on what comes next would wait for half an hour
     dist.init_process_group("gloo", f"file://{folder}/store", timeout=patience, rank=rank, world_size=WORLD)
     results = {name: train(rank, **scenario) for name, scenario in SCENARIOS.items()}
-    results["fully_shard"] = sharded(rank)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -229,10 +199,3 @@ def test_a_parameter_that_no_rank_uses_keeps_its_place(ranks, name):
     for result in (r[name] for r in ranks):
         assert torch.equal(result["params"][0], torch.ones(4))
         assert torch.allclose(result["diagonal"], result["diagonal"][0])  # no product, so no fit
-
-
-def test_sharded_parameters_are_refused_clearly_and_left_alone(ranks):
-    for result in (r["fully_shard"] for r in ranks):
-        assert len(result["said"]) == 3
-        assert all("DTensor" in message and "FSDP2" in message for message in result["said"])
-        assert result["kept"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual, Where
+from psgd.group import Group, How, Point, Residual, Where
 from psgd.step_size import StepSize
 
 
@@ -104,20 +104,16 @@ class Blocks(Group):
 
         return None if one(_first(q)) is None else torch.vmap(one)(q).flatten()
 
-    def fitted(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
-        return self._moved(self.part.fitted, q, v, h, lr, coin, rule)
+    def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        return self._moved(self.part.fitted, q, v, h, how._replace(out=None))
 
-    def whitened(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
-        return self._moved(self.part.whitened, q, v, h, lr, coin, rule)
+    def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        return self._moved(self.part.whitened, q, v, h, how._replace(out=None))
 
-    def _moved(self, move: Callable[..., Point], q: Point, v: Tensor, h: Tensor, *options: Any) -> Point:
+    def _moved(self, move: Callable[..., Point], q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if not self.moves:
             return q
-        each = torch.vmap(lambda p, v, h: move(p, v, h, *options), in_dims=(0, -2, -2))
+        each = torch.vmap(lambda p, v, h: move(p, v, h, how), in_dims=(0, -2, -2))
         return each(q, self._split(v), self._split(h))
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
-from psgd.group import Point
+from psgd.group import How, Point
 from psgd.linalg import batch_sum, chunks, goes, lift, maximum_modulus
-from psgd.step_size import StepSize
 
 
 @dataclass(frozen=True)
@@ -56,30 +55,30 @@ class Diagonal(MatrixAlgebra):
     def precondition(self, q: Point, g: Tensor) -> Tensor:
         return (q["d"] * g).mul_(q["d"])
 
-    def fitted(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
+    def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """As for every algebra, chunk by chunk."""
         d = q["d"]
         if v.ndim > 1 or h.ndim > 1 or lift(d) is not d:
-            return super().fitted(q, v, h, lr, coin, rule)
-        pieces = chunks(len(d), d)
+            return super().fitted(q, v, h, how)
+        pieces, zero = chunks(len(d), d), d.new_zeros(())  # a shard may be empty
 
         def squares(i: int, j: int) -> tuple[Tensor, Tensor]:
             y, z = d[i:j] * h[i:j], v[i:j] / d[i:j]
             return y.mul_(y), z.mul_(z)
 
         def norm() -> Tensor:
-            return torch.stack([torch.sub(*squares(i, j)).abs_().amax() for i, j in pieces]).amax()
+            found = [torch.sub(*squares(i, j)).abs_().amax() for i, j in pieces]
+            return how.across.max(torch.stack([*found, zero]).amax())[0]
 
         def bound() -> Tensor:
-            ups, downs = zip(*((y.amax(), z.amax()) for y, z in (squares(i, j) for i, j in pieces)), strict=True)
-            return torch.stack(ups).amax() + torch.stack(downs).amax()
+            found = [torch.stack([t.amax() for t in squares(i, j)]) for i, j in pieces]
+            up, down = how.across.max(*torch.stack([*found, torch.stack((zero, zero))]).amax(0))
+            return up + down
 
-        size, ell = rule(lr, q["ell"], norm, bound)
-        if out is not None and not goes(size):
+        size, ell = how.rule(how.lr, q["ell"], norm, bound)
+        if how.out is not None and not (goes(size) and how.across.curved):
             return q
-        new = torch.empty_like(d) if out is None else out["d"]
+        new = torch.empty_like(d) if how.out is None else how.out["d"]
         for i, j in pieces:
             y, z = squares(i, j)
             new[i:j] = torch.addcmul(d[i:j], y.sub_(z).mul_(-size), d[i:j])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psgd.group import Point, Residual
+from psgd.group import How, Point, Residual
 from psgd.groups.constant import Identity
 from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
@@ -116,18 +116,13 @@ class InverseFree(Kronecker):
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         raise ValueError(f"{self} moves as a whole, and cannot be a factor of a product or a sum")
 
-    def fitted(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
-        del coin
-        return self._followed(q, h, lambda i: self._trace(v, i), lr, rule)
+    def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        return self._followed(q, h, lambda i: self._trace(v, i), how.lr, how.rule)
 
-    def whitened(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
-        del v, coin
+    def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        del v
         identity = h.numel() / h.shape[-1] * math.prod(self.shape)
-        return self._followed(q, h, lambda i: identity / self.shape[i], lr, rule)
+        return self._followed(q, h, lambda i: identity / self.shape[i], how.lr, how.rule)
 
     def ready(self, q: Point) -> Point:
         """Return P of each factor."""

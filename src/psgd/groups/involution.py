@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
-from psgd.group import Point
+from psgd.group import How, Point
 from psgd.linalg import batch_sum, chunks, goes, lift
-from psgd.step_size import StepSize
 
 
 class Involution(MatrixAlgebra):
@@ -64,30 +63,30 @@ class Involution(MatrixAlgebra):
     def put(self, x: Tensor, i: int, j: int, low: Tensor, high: Tensor) -> None:
         """Write the first members of pairs i … j, and their partners."""
 
-    def fitted(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
+    def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
-            return super().fitted(q, v, h, lr, coin, rule)
+            return super().fitted(q, v, h, how)
         pieces, middle = chunks(len(h) // 2, h), slice(len(h) // 2, len(h) // 2 + len(h) % 2)
         alone = (q["a"][middle] * h[middle], v[middle] / q["a"][middle])
 
         def norm() -> Tensor:
             found = [_symmetric(*_residual(*self._ends(q, v, h, i, j)[4:])).reshape(1) for i, j in pieces]
-            return torch.cat([*found, (alone[0].square() - alone[1].square()).abs()]).amax()
+            found += [(alone[0].square() - alone[1].square()).abs(), h.new_zeros(1)]
+            return how.across.max(torch.cat(found).amax())[0]
 
         def bound() -> Tensor:
-            ups, downs = [alone[0].square()], [alone[1].square()]
+            ups, downs = [alone[0].square(), h.new_zeros(1)], [alone[1].square(), h.new_zeros(1)]
             for i, j in pieces:
                 *_, y, y_, z, z_ = self._ends(q, v, h, i, j)
                 ups.append(torch.addcmul(y * y, y_, y_).amax().reshape(1))
                 downs.append(torch.addcmul(z * z, z_, z_).amax().reshape(1))
-            return torch.cat(ups).amax() + torch.cat(downs).amax()
+            up, down = how.across.max(torch.cat(ups).amax(), torch.cat(downs).amax())
+            return up + down
 
-        size, ell = rule(lr, q["ell"], norm, bound)
-        if out is not None and not goes(size):
+        size, ell = how.rule(how.lr, q["ell"], norm, bound)
+        if how.out is not None and not (goes(size) and how.across.curved):
             return q
-        new = {k: torch.empty_like(q[k]) if out is None else out[k] for k in ("a", "b")} | {"ell": ell}
+        new = {k: torch.empty_like(q[k]) if how.out is None else how.out[k] for k in ("a", "b")} | {"ell": ell}
         for i, j in pieces:
             a, a_, b, b_, *rest = self._ends(q, v, h, i, j)
             e, e_, f = (t.mul_(-size) for t in _residual(*rest))  # [[e, f], [f, e′]] times [[a, b], [b′, a′]]

@@ -49,11 +49,10 @@ class LowRank(Group):
     def origin(self, n: int, where: Where) -> Point:
         # Neither may start at zero: U = 0 does not move on A_U(V), nor V = 0 on A_V(U). The 10 keeps ‖UVᵀ‖ ≪ 1.
         size = (n * (self.rank + 10)) ** -0.5
-        device = where.device if where.generator is None else where.generator.device
 
         def normal() -> Tensor:
-            t = torch.randn(n, self.rank, generator=where.generator, dtype=where.zero().dtype, device=device)
-            return (size * t).to(**where.at).mT.contiguous().mT  # r rows of length n: that is fast to go through
+            t = (size * where.normal(n, self.rank)).to(**where.at)
+            return t.mT.contiguous().mT  # r rows of length n: that is fast to go through
 
         return {"U": normal(), "V": normal(), "ell_U": where.zero(), "ell_V": where.zero()}
 
@@ -61,12 +60,7 @@ class LowRank(Group):
         """(U, V) → (U/ρ, ρV), so that ‖U‖ = ‖V‖: each factor's gradient is multiplied by the other."""
         u, v = torch.linalg.vector_norm(lift(q["U"])), torch.linalg.vector_norm(lift(q["V"]))
         rho = torch.where((u > 0) & (v > 0), (u / v).sqrt(), torch.ones_like(u))
-        return {
-            "U": (q["U"] / rho).to(q["U"].dtype),
-            "V": (q["V"] * rho).to(q["V"].dtype),
-            "ell_U": q["ell_U"] * rho.square(),  # ‖(xyᵀ − zwᵀ)VVᵀ‖ grows with V
-            "ell_V": q["ell_V"] / rho.square(),
-        }
+        return rebalanced(q, rho)
 
     def prepared(self, q: Point) -> Point:
         return q | {"small": self._small(q)}
@@ -118,3 +112,13 @@ class LowRank(Group):
         else:
             new = {"V": subtract_product(v, size, self.apply_t(q, a).mT, b), "ell_V": ell}
         return {key: q[key] for key in ("U", "V", "ell_U", "ell_V")} | new
+
+
+def rebalanced(q: Point, rho: Tensor) -> Point:
+    """(U, V) → (U/ρ, ρV), and what remembers their sizes with them."""
+    return {
+        "U": (q["U"] / rho).to(q["U"].dtype),
+        "V": (q["V"] * rho).to(q["V"].dtype),
+        "ell_U": q["ell_U"] * rho.square(),  # ‖(xyᵀ − zwᵀ)VVᵀ‖ grows with V
+        "ell_V": q["ell_V"] / rho.square(),
+    }

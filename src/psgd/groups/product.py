@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point, Residual, Where
+from psgd.across import ALONE, Across
+from psgd.group import Group, How, Point, Residual, Where
 from psgd.groups import uvd
 from psgd.groups.composite import Composite
 from psgd.step_size import StepSize
@@ -80,19 +81,19 @@ class Product(Composite):
         factor, p = next(iter(others or self.pairs(q)))
         return factor.singular_values(p, n)
 
-    def fitted(
-        self, q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None = None
-    ) -> Point:
-        if uvd.fits(self.parts, q, v, h):
-            new = uvd.fitted(q, v, h, self.share(lr), coin, rule, out)
+    def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        if uvd.fits(self.parts, q, v, h) or how.across is not ALONE:
+            new = uvd.fitted(q, v, h, how._replace(lr=self.share(how.lr)))
             if new is not None:
                 return new
         q = self.prepared(q)
         pairs = self._forward(q, h, v)
-        return self._backward(q, pairs, *pairs[0], lr, coin, rule)
+        return self._backward(q, pairs, *pairs[0], how.lr, how.coin, how.rule)
 
-    def precondition(self, q: Point, g: Tensor) -> Tensor:
-        return uvd.precondition(q, g) if uvd.fits(self.parts, q, g) else super().precondition(q, g)
+    def precondition(self, q: Point, g: Tensor, across: Across = ALONE) -> Tensor:
+        if uvd.fits(self.parts, q, g) or across is not ALONE:
+            return uvd.precondition(q, g, across)
+        return super().precondition(q, g)
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         return self._backward(q, self._forward(q, r.h, r.v), r.x, r.w, lr, coin, rule)

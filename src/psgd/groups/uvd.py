@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from psgd.group import Group, Point
+from psgd.across import ALONE, Across
+from psgd.group import Group, How, Point
 from psgd.groups.diagonal import Diagonal
-from psgd.groups.low_rank import LowRank
+from psgd.groups.low_rank import LowRank, rebalanced
 from psgd.linalg import chunks, goes, ordinary, product_norm, solve
-from psgd.step_size import Norm, StepSize
+from psgd.step_size import Norm
 
 
 def fits(parts: tuple[Group, ...], q: Point, *vectors: Tensor) -> bool:
@@ -46,16 +47,18 @@ def pieces(x: Tensor) -> list[tuple[int, int]]:
     return chunks(len(x), x, 2)
 
 
-def precondition(q: Point, g: Tensor) -> Tensor:
+def precondition(q: Point, g: Tensor, across: Across = ALONE) -> Tensor:
     """P g = D(I + VUᵀ)(I + UVᵀ)D g."""
     f, out, ends = rows(q), torch.empty_like(g), pieces(g)
     vg, ut = f.d.new_zeros(2, len(f.u))
     for i, j in ends:
         _, v, d = f.cut(i, j)
         vg.addmv_(v, d * g[i:j])
+    (vg,) = across.sum(vg)
     for i, j in ends:
         u, _, d = f.cut(i, j)
         ut.addmv_(u, torch.addmv(d * g[i:j], u.mT, vg, out=out[i:j]))
+    (ut,) = across.sum(ut)
     for i, j in ends:
         _, v, d = f.cut(i, j)
         out[i:j].addmv_(v.mT, ut).mul_(d)
@@ -76,11 +79,11 @@ class Sums(NamedTuple):
     squares: Tensor  # of the norms of a, b, a + b and a − b, and the product of the last two
 
 
-def sums(f: Rows, v: Tensor, h: Tensor, coin: bool) -> Sums:
+def sums(f: Rows, v: Tensor, h: Tensor, coin: bool, across: Across = ALONE) -> Sums:
     """Sweep twice."""
     rank, ends, new = len(f.u), pieces(h), f.d.new_zeros
     vy, uz = new(2, rank)
-    small, gram = torch.eye(rank, dtype=f.d.dtype), new(rank, rank)
+    small, gram = new(rank, rank), new(rank, rank)
     for i, j in ends:
         c = f.cut(i, j)
         vy.addmv_(c.v, c.d * h[i:j])
@@ -88,19 +91,29 @@ def sums(f: Rows, v: Tensor, h: Tensor, coin: bool) -> Sums:
         small.addmm_(c.v, c.u.mT)
         stays = c.v if coin else c.u
         gram.addmm_(stays, stays.mT)
+    vy, uz, small, gram = across.sum(vy, uz, small, gram)
+    small = small + torch.eye(rank).to(small)
     beta = solve(small.mT, uz)
     pair, other, squares = new(2, rank), new(rank), new(5)
     for i, j in ends:
-        c, both = f.cut(i, j), torch.empty(2, j - i, dtype=f.d.dtype)
+        c, both = f.cut(i, j), f.d.new_empty(2, j - i)
         a = torch.addmv(c.d * h[i:j], c.u.mT, vy)
         b = torch.addmv(v[i:j] / c.d, c.v.mT, beta, alpha=-1)
         total, gap = torch.add(a, b, out=both[0]), torch.sub(a, b, out=both[1])
         pair.addmm_(both, (c.v if coin else c.u).mT)
         other.addmv_(c.u if coin else c.v, a if coin else b)
         squares += torch.stack([x.dot(y) for x, y in ((a, a), (b, b), (total, total), (gap, gap), (total, gap))])
+    pair, other, squares = across.sum(pair, other, squares)
     total, gap = pair
     ua, vb = (other, (total - gap) / 2) if coin else ((total + gap) / 2, other)
     return Sums(small, gram, vy, beta, ua, vb, total, gap, squares)
+
+
+def balanced(q: Point, across: Across) -> Point:
+    """Even out the norms of U and V, as `LowRank.balance` does."""
+    u, v = across.sum(*(q["0"][k].square().sum() for k in ("U", "V")))
+    rho = torch.where((u > 0) & (v > 0), (u / v).sqrt().sqrt(), torch.ones_like(u))
+    return q | {"0": rebalanced(q["0"], rho)}
 
 
 def norms(s: Sums) -> tuple[Norm, Norm]:
@@ -125,15 +138,13 @@ def norms(s: Sums) -> tuple[Norm, Norm]:
     return norm, bound
 
 
-def fitted(
-    q: Point, v: Tensor, h: Tensor, lr: float | Tensor, coin: bool, rule: StepSize, out: Point | None
-) -> Point | None:
+def fitted(q: Point, v: Tensor, h: Tensor, how: How) -> Point | None:
     """Move U or V, and d, by lr each; None if the squares of this pair have no place in q's dtype."""
-    f, moving = rows(q), "U" if coin else "V"
-    s = sums(f, v, h, coin)
-    size, ell = rule(lr, q["0"]["ell_" + moving], *norms(s))
-    if not goes(size):
-        return None
+    f, coin, out, across = rows(q), how.coin, how.out, how.across
+    moving, s = "U" if coin else "V", sums(f, v, h, coin, across)
+    size, ell = how.rule(how.lr, q["0"]["ell_" + moving], *norms(s))
+    if not (goes(size) and across.curved):
+        return None if across is ALONE else q
     a, b = (s.total + s.gap) / 2, (s.gap - s.total) / 2  # Oᵀa and −Oᵀb
     coefficients = -size * torch.stack((a, b))
     if coin:
@@ -155,8 +166,8 @@ def fitted(
         up, down = vectors[2].mul_(y), vectors[3].mul_(z)
         torch.sub(up, down, out=e[i:j])
         most.append(torch.stack([t.abs().amax() for t in (e[i:j], up, down)]))
-    gap, up, down = torch.stack(most).amax(0)
-    size, ell_d = rule(lr, q["1"]["ell"], lambda: gap, lambda: up + down)
+    gap, up, down = across.max(*torch.stack([*most, h.new_zeros(3)]).amax(0))
+    size, ell_d = how.rule(how.lr, q["1"]["ell"], lambda: gap, lambda: up + down)
     d = e if out is None else out["1"]["d"]
     if not goes(size):
         d, ell_d = q["1"]["d"], q["1"]["ell"]

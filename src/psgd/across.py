@@ -1,0 +1,51 @@
+"""Sums and maxima over a vector of which a rank may hold but a part: all that groups over shards need of each other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Across:
+    """All of the vector is at hand: what was summed here is the sum.
+
+    >>> import torch
+    >>> ALONE.sum(torch.ones(2))
+    (tensor([1., 1.]),)
+    """
+
+    @property
+    def ok(self) -> bool:
+        """Whether no rank has met anything that is not finite, as far as is known."""
+        return True
+
+    def sum(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums over ranks of each of these, in one collective."""
+        return parts
+
+    def max(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Return the maxima over ranks of each of these, in one collective."""
+        return parts
+
+    @property
+    def curved(self) -> bool:
+        """Whether, besides, there is any curvature in this step's pair."""
+        return True
+
+
+ALONE = Across()
+
+
+def sharded(t: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which each rank has a part."""
+    return type(t) not in (Tensor, Parameter) and hasattr(t, "device_mesh")
+
+
+def local(t: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, sharing its memory; any other tensor as it is.
+
+    >>> import torch
+    >>> local(torch.ones(2))
+    tensor([1., 1.])
+    """
+    return t.to_local() if sharded(t) else t  # type: ignore[attr-defined]

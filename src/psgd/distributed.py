@@ -1,0 +1,161 @@
+"""Parameters of which each rank holds a part, the DTensors of FSDP2: their parts, and sums and maxima over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from psgd.across import Across
+from psgd.group import Group, How, Point, Where
+from psgd.groups import uvd
+from psgd.groups.diagonal import Diagonal
+from psgd.groups.involution import Involution
+from psgd.groups.low_rank import LowRank
+from psgd.groups.padded import Padded
+from psgd.groups.product import Product
+from psgd.scope import Fit, Scope, Unit, leaves
+
+
+def like(p: Tensor, part: Tensor) -> Tensor:
+    """Return a DTensor that is placed as p, made of parts (*p.local.shape, …); a plain tensor if p is one."""
+    if not isinstance(p, DTensor):
+        return part
+    shape = torch.Size((*p.shape, *part.shape[p.ndim :]))
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride)
+
+
+def part_of(t: Tensor, p: Tensor) -> Tensor:
+    """Return the part of t, whole or a DTensor of any placement, that belongs to this rank's part of p."""
+    if not isinstance(p, DTensor):
+        return t.full_tensor() if isinstance(t, DTensor) else t
+    if not isinstance(t, DTensor):  # all of it, on every rank
+        t = DTensor.from_local(t.to(p.device), p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
+    return t.redistribute(p.device_mesh, p.placements).to_local()
+
+
+def places(p: Tensor) -> list[tuple[int, int]]:
+    """Return which entries of p, flat, this rank holds, as the ends of runs.
+
+    >>> places(torch.ones(2, 3))
+    [(0, 6)]
+    """
+    if not isinstance(p, DTensor) or not p.ndim:
+        return [(0, p.numel())]
+    if any(not isinstance(s, (Shard, Replicate)) or (isinstance(s, Shard) and s.dim != 0) for s in p.placements):
+        raise ValueError(f"PSGD needs DTensors that are sharded along their first dimension, got {p.placements}")
+    mesh, row = p.device_mesh, p.numel() // p.shape[0]
+    rows = DTensor.from_local(torch.arange(p.shape[0]), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    mine = rows.redistribute(mesh, p.placements).to_local()
+    return [(int(mine[0]) * row, (int(mine[-1]) + 1) * row)] if len(mine) else []
+
+
+class Shards(Across):
+    """Sums over the ranks that hold parts of the same vector.
+
+    What one of them meets that is not finite (`watch`) travels with the next collective, whatever that is.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self.groups = list(groups)
+        self._flags: Tensor | None = None
+        self._bad, self._curved = False, True
+
+    def watch(self, bad: Tensor, curved: Tensor) -> None:
+        """Tell the others whether something is not finite here, and whether there is any curvature."""
+        self._flags = torch.stack((bad, curved)).to(torch.float32)
+
+    @property
+    def ok(self) -> bool:
+        self._settle()
+        return not self._bad
+
+    @property
+    def curved(self) -> bool:
+        self._settle()
+        return self._curved and not self._bad
+
+    def sum(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        return self._reduced(parts, dist.ReduceOp.SUM)
+
+    def max(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        return self._reduced(parts, dist.ReduceOp.MAX)
+
+    def _settle(self) -> None:
+        if self._flags is not None:
+            self._reduced((), dist.ReduceOp.SUM)
+
+    def _reduced(self, parts: Sequence[Tensor], op: Any) -> tuple[Tensor, ...]:
+        flags, self._flags = self._flags, None
+        everything = [*parts] if flags is None else [flags.to(parts[0]) if parts else flags, *parts]
+        flat = torch.cat([t.reshape(-1) for t in everything])
+        for group in self.groups:
+            dist.all_reduce(flat, op, group=group)
+        found = list(flat.split([t.numel() for t in everything]))
+        if flags is not None:
+            bad, curved = found.pop(0).tolist()
+            self._bad, self._curved = bad > 0, curved > 0
+        return tuple(t.view(part.shape) for t, part in zip(found, parts, strict=True))
+
+
+def across(params: Sequence[Tensor]) -> Shards:
+    """Return how to sum over a vector made of these parameters, which must be sharded alike."""
+    meshes = {(p.device_mesh, tuple(p.placements)) if isinstance(p, DTensor) else None for p in params}
+    if len(meshes) > 1:
+        raise ValueError(
+            "a preconditioner of several parameters needs them all whole, or all sharded alike, got "
+            f"{' and '.join(sorted(str(m and m[1]) for m in meshes))}; give each its own by a rule from shape to group"
+        )
+    ((mesh, placements),) = (m for m in meshes if m)
+    return Shards([mesh.get_group(i) for i, s in enumerate(placements) if not isinstance(s, Replicate)])
+
+
+class ShardedScope(Scope):
+    """A scope of which each rank holds its parameters' parts; the state has them as DTensors, placed alike."""
+
+    def __init__(self, group: Group | Padded, units: Sequence[Unit], dtype: torch.dtype | None) -> None:
+        super().__init__(group, units, dtype)
+        parts = group.parts if isinstance(group, Product) else ()
+        self._low_rank = [type(p) for p in parts] == [LowRank, Diagonal]
+        if len(units) > 1 or not (self._low_rank or isinstance(group, (Diagonal, Involution))):
+            raise ValueError(
+                f"sharded parameters (FSDP2, DTensor) need Diagonal(), XMat(), Butterfly() or lra(r), got {group}"
+            )
+        self.across = across(self.params)
+
+    def _start(self, scale: float, rng: torch.Generator) -> Point:
+        runs, base = [], 0
+        for p in self.params:
+            runs += [(base + start, base + stop) for start, stop in places(p)]
+            base += p.numel()
+        q = self.group.origin(self.whole, Where(rng, self.dtype, self.device, runs))
+        return self.group.scaled(q, scale)
+
+    def _template(self) -> Point:
+        where = Where(None, self.dtype, torch.device("meta"), [(0, self.n)])
+        return self.group.origin(self.whole, where)
+
+    def precondition(self, x: Tensor) -> Tensor:
+        if self._low_rank:
+            return uvd.precondition(self.point, x, self.across)
+        return self.group.precondition(self.point, x)
+
+    def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        return self.group.fitted(point, v, h, how._replace(out=point, across=self.across))
+
+    def balanced(self, point: Point) -> Point:
+        return uvd.balanced(point, self.across) if self._low_rank else point
+
+    def move(self, new: Point, ok: Tensor) -> None:
+        for old, leaf in zip(leaves(self.point), leaves(new), strict=True):
+            if leaf is not old:  # a step that is not finite was refused, by all ranks
+                old.copy_(leaf)
+
+    @property
+    def alone(self) -> bool:
+        return True

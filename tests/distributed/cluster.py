@@ -1,0 +1,39 @@
+"""Real process groups: a scenario on so many ranks of this machine, and what each of them returned."""
+
+import os
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import distributed as dist
+from torch.multiprocessing import spawn
+
+PATIENCE = timedelta(seconds=120)  # ranks that disagree on what comes next would wait for half an hour
+
+
+def _work(rank, world, folder, scenario):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=PATIENCE, rank=rank, world_size=world)
+    try:
+        torch.save(scenario(rank, world), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def shared_folder(tmp_path_factory) -> Path:
+    """Return a folder that all workers of pytest share."""
+    mine = tmp_path_factory.getbasetemp()
+    return mine.parent if os.environ.get("PYTEST_XDIST_WORKER") else mine
+
+
+def ranks(tmp_path_factory, world, scenario, name):
+    """Run a scenario, once for all tests and workers, and return the results rank by rank."""
+    folder = shared_folder(tmp_path_factory) / f"{name}-{world}"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            folder.mkdir()
+            spawn(partial(_work, world=world, folder=str(folder), scenario=scenario), nprocs=world)
+            (folder / "done").touch()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]

@@ -1,0 +1,271 @@
+"""FSDP2: each rank holds a part of everything, and all together make the steps of one process."""
+
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+from cluster import ranks
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import psgd
+from psgd import PSGD, Dense, Diagonal, Regular, XMat, lra
+from psgd.across import local
+from psgd.scope import leaves
+
+STEPS, WIDTHS = 50, (6, 10, 5, 3)  # three rows on four ranks: parts differ, and some are empty
+
+
+def network(dtype=torch.float32, widths=WIDTHS):
+    torch.manual_seed(0)
+    layers = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).to(dtype)
+
+
+def batch(rank, world, dtype=torch.float32):
+    rng = torch.Generator().manual_seed(1)
+    x, y = torch.randn(16, WIDTHS[0], generator=rng), torch.randn(16, WIDTHS[-1], generator=rng)
+    return tuple(t.to(dtype).chunk(world)[rank] for t in (x, y))
+
+
+def shard(model, **options):
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def optimizer(model, group, **options):
+    options = {"lr": 0.1, "precond_prob": Regular(0.5, warmup=20), "seed": 3} | options
+    return PSGD(model.parameters(), group, **options)
+
+
+def train(model, opt, x, y, steps=STEPS):
+    def closure():
+        opt.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        opt.step(closure)
+
+
+def whole(model):
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+WAYS = {
+    "diagonal": (Diagonal(), torch.float32, {"curvature": psgd.whiten}),
+    "lra": (lra(3), torch.float32, {"curvature": psgd.whiten}),
+    "lra, one scale": (lra(3), torch.float32, {"curvature": psgd.whiten, "init_scale": 0.5, "momentum": 0.0}),
+    "lra, momentum": (lra(3), torch.float32, {"curvature": psgd.whiten_momentum, "max_norm": 1.0}),
+    "lra, decay": (lra(3), torch.float32, {"curvature": psgd.whiten, "weight_decay": 0.1, "l2": 0.01}),
+    "lra, normalized": (lra(2), torch.float32, {"curvature": psgd.whiten, "rule": psgd.Normalized()}),
+    # differences of float32 gradients are too rough to compare: they amplify the order of a sum
+    "diagonal, differences": (Diagonal(), torch.float64, {"curvature": psgd.finite_difference}),
+    "lra, differences": (lra(3), torch.float64, {"curvature": psgd.finite_difference}),
+    "lra, automatic": (lra(3), torch.float64, {}),
+}
+
+
+def alone(name):
+    group, dtype, options = WAYS[name]
+    model = network(dtype)
+    if name == "lra, automatic":
+        options = {"curvature": psgd.finite_difference}
+    train(model, optimizer(model, group, **options), *batch(0, 1, dtype))
+    return whole(model)
+
+
+def scenario(rank, world):
+    found = {name: together(rank, world, *way) for name, way in WAYS.items()}
+    found["xmat"] = together(rank, world, XMat(), torch.float32, {"curvature": psgd.whiten})
+    found["refused"] = refused(lambda: together(rank, world, Dense(), torch.float32, {}))
+    found["count"] = {
+        source: count(rank, world, lra(3), getattr(psgd, source)) for source in ("whiten", "finite_difference")
+    }
+    found["spoiled"] = spoiled(rank, world)
+    found["bytes"] = {name: held(rank, world, group) for name, group in (("diagonal", Diagonal()), ("lra", lra(3)))}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found["bfloat16"] = together(rank, world, lra(3), torch.float32, {}, mp_policy=policy)
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        found["replicated"] = together(rank, world, *WAYS["lra"], mesh=mesh)
+    return found
+
+
+def together(rank, world, group, dtype, options, **sharding):
+    model = shard(network(dtype), **sharding)
+    opt = optimizer(model, group, **options)
+    torch.manual_seed(100 + rank)  # ranks may have seeds of their own
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train(model, opt, *batch(rank, world, dtype))
+    held = [t for p in model.parameters() for t in [*leaves(opt.state[p]["q"]), opt.state[p].get("momentum")]]
+    big = [t for t in held if isinstance(t, DTensor)]
+    return {
+        "params": whole(model),
+        "said": [str(w.message) for w in said if "PSGD" in str(w.message)],
+        "source": str(opt.source),
+        "bytes": sum(t.to_local().numel() * t.element_size() for t in big),
+        "all bytes": sum(t.numel() * t.element_size() for t in big),
+        "placed": all(
+            t.placements == p.placements and t.shape[: p.ndim] == p.shape
+            for p in model.parameters()
+            for t in leaves(opt.state[p]["q"])
+            if isinstance(t, DTensor)
+        ),
+        "updates": opt.param_groups[0]["updates"],
+    }
+
+
+def held(rank, world, group):
+    """Return the bytes of state on this rank, all of them, and those of one process."""
+
+    def size(opt):
+        found = [[*leaves(s["q"]), s["momentum"]] for s in opt.state.values()]
+        return sum(t.numel() * t.element_size() for some in found for t in map(local, some))
+
+    model, one = shard(network(widths=(8, 32, 16, 8))), network(widths=(8, 32, 16, 8))
+    opts = []
+    for m in (model, one):
+        opts.append(optimizer(m, group, curvature=psgd.whiten))
+        m(torch.ones(2, 8)).sum().backward()
+        opts[-1].step()
+    return size(opts[0]), size(opts[1])
+
+
+def refused(f):
+    try:
+        f()
+    except ValueError as e:
+        return str(e)
+    return ""
+
+
+def count(rank, world, group, curvature):
+    """Return how many sums ranks exchange in a step with an update, and in one without, after the first ten."""
+    model = shard(network())
+    opt = optimizer(model, group, curvature=curvature, precond_prob=Regular(0.5))
+    train(model, opt, *batch(rank, world), steps=22)
+    calls, reduce = [], dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), reduce(*args, **kwargs))[1]
+    try:
+        found = {}
+        for _ in range(2):
+            due = opt.due
+            calls.clear()
+            train(model, opt, *batch(rank, world), steps=1)
+            found[due] = len(calls)
+    finally:
+        dist.all_reduce = reduce
+    return found
+
+
+def spoiled(rank, world):
+    """A gradient that is not finite on one rank."""
+    model = shard(network())
+    opt = optimizer(model, lra(3), curvature=psgd.whiten, precond_prob=1.0)
+    x, y = batch(rank, world)
+    train(model, opt, x, y, steps=3)
+    before = [p.to_local().detach().clone() for p in model.parameters()]
+    state = [
+        t.to_local().clone() for p in model.parameters() for t in leaves(opt.state[p]["q"]) if isinstance(t, DTensor)
+    ]
+    momenta = [opt.state[p]["momentum"].to_local().clone() for p in model.parameters()]
+    opt.zero_grad()
+    (model(x) - y).square().mean().backward()
+    if rank == 1:
+        next(p for p in model.parameters() if p.grad.to_local().numel()).grad.to_local().view(-1)[0] = float("nan")
+    opt.step()
+    after = [t.to_local() for p in model.parameters() for t in leaves(opt.state[p]["q"]) if isinstance(t, DTensor)]
+    kept = [
+        *(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True)),
+        *(torch.equal(t, b) for t, b in zip(after, state, strict=True)),
+        *(
+            torch.equal(opt.state[p]["momentum"].to_local(), m)
+            for p, m in zip(model.parameters(), momenta, strict=True)
+        ),
+    ]
+    skipped = opt.skipped
+    train(model, opt, x, y, steps=3)
+    moved = any(not torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True) if b.numel())
+    return {"kept": all(kept), "skipped": skipped, "moved": moved, "params": whole(model)}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request, tmp_path_factory):
+    return ranks(tmp_path_factory, request.param, scenario, "shards")
+
+
+@functools.cache
+def expected(name):
+    return alone(name)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_steps_are_those_of_one_process(found, name):
+    for result in found:
+        for mine, theirs in zip(result[name]["params"], expected(name), strict=True):
+            assert (mine - theirs).abs().max() < (1e-5 if theirs.dtype == torch.float32 else 1e-7)
+
+
+def test_two_dimensional_meshes(found):
+    if len(found) == 4:
+        for mine, theirs in zip(found[0]["replicated"]["params"], expected("lra"), strict=True):
+            assert (mine - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", [*WAYS, "xmat", "bfloat16"])
+def test_all_ranks_agree_and_learn(found, name):
+    start = whole(network())
+    for result in found:
+        for mine, theirs, old in zip(result[name]["params"], found[0][name]["params"], start, strict=True):
+            assert torch.equal(mine, theirs) and mine.isfinite().all() and not torch.equal(mine, old.to(mine.dtype))
+    assert found[0][name]["updates"] > 10
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_state_is_placed_as_the_parameters(found, name):
+    assert all(result[name]["placed"] for result in found)
+    assert sum(result[name]["bytes"] for result in found) == found[0][name]["all bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["diagonal", "lra"])
+def test_state_shrinks_as_ranks_are_added(found, name):
+    for result in found:
+        mine, total = result["bytes"][name]
+        assert 0.9 * total / len(found) < mine < 1.1 * total / len(found)
+
+
+def test_automatic_finds_out_and_says_so_once(found):
+    for result in found:
+        (said,) = result["lra, automatic"]["said"]
+        assert "finite differences" in said and "FSDP2" in said
+        assert result["lra, automatic"]["source"] == "FiniteDifference()"
+        assert not result["lra"]["said"]
+
+
+def test_few_sums_are_exchanged(found):
+    for result in found:
+        for counts in result["count"].values():
+            assert counts[False] <= 3 and counts[True] <= 7
+
+
+def test_all_skip_what_is_not_finite_on_one(found):
+    for result in (r["spoiled"] for r in found):
+        assert result["kept"] and result["skipped"] == 1 and result["moved"]
+        assert all(torch.equal(a, b) for a, b in zip(result["params"], found[0]["spoiled"]["params"], strict=True))
+
+
+def test_other_groups_are_refused_by_name(found):
+    for result in found:
+        assert "Dense()" in result["refused"] and "lra" in result["refused"]
