@@ -49,3 +49,12 @@ def local(t: Tensor) -> Tensor:
     tensor([1., 1.])
     """
     return t.to_local() if sharded(t) else t  # type: ignore[attr-defined]
+
+
+def taken(t: Tensor, p: Tensor) -> Tensor:
+    """Return the part of t that belongs to this rank's part of p, if either is sharded."""
+    if not sharded(p) and not sharded(t):
+        return t
+    from psgd.distributed import part_of
+
+    return part_of(t, p)

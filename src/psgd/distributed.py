@@ -36,7 +36,9 @@ def part_of(t: Tensor, p: Tensor) -> Tensor:
         return t.full_tensor() if isinstance(t, DTensor) else t
     if not isinstance(t, DTensor):  # all of it, on every rank
         t = DTensor.from_local(t.to(p.device), p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
-    return t.redistribute(p.device_mesh, p.placements).to_local()
+    if t.placements != p.placements:
+        t = t.redistribute(p.device_mesh, p.placements)
+    return t.to_local()
 
 
 def places(p: Tensor) -> list[tuple[int, int]]:
@@ -48,7 +50,10 @@ def places(p: Tensor) -> list[tuple[int, int]]:
     if not isinstance(p, DTensor) or not p.ndim:
         return [(0, p.numel())]
     if any(not isinstance(s, (Shard, Replicate)) or (isinstance(s, Shard) and s.dim != 0) for s in p.placements):
-        raise ValueError(f"PSGD needs DTensors that are sharded along their first dimension, got {p.placements}")
+        raise ValueError(
+            f"PSGD needs DTensors that are sharded along their first dimension, got {p.placements}; "
+            "fully_shard and ColwiseParallel make such, RowwiseParallel does not"
+        )
     mesh, row = p.device_mesh, p.numel() // p.shape[0]
     rows = DTensor.from_local(torch.arange(p.shape[0]), mesh, [Replicate()] * mesh.ndim, run_check=False)
     mine = rows.redistribute(mesh, p.placements).to_local()
@@ -103,13 +108,14 @@ class Shards(Across):
         return tuple(t.view(part.shape) for t, part in zip(found, parts, strict=True))
 
 
-def across(params: Sequence[Tensor]) -> Shards:
+def across(params: Sequence[Tensor], group: object = "a preconditioner") -> Shards:
     """Return how to sum over a vector made of these parameters, which must be sharded alike."""
     meshes = {(p.device_mesh, tuple(p.placements)) if isinstance(p, DTensor) else None for p in params}
     if len(meshes) > 1:
         raise ValueError(
-            "a preconditioner of several parameters needs them all whole, or all sharded alike, got "
-            f"{' and '.join(sorted(str(m and m[1]) for m in meshes))}; give each its own by a rule from shape to group"
+            f"{group} over several parameters needs them all whole, or all sharded alike, got "
+            f"{' and '.join(sorted(str(m and m[1]) for m in meshes))}; "
+            "give each its own by a rule from shape to group, as in PSGD(params, lambda shape: Diagonal())"
         )
     ((mesh, placements),) = (m for m in meshes if m)
     return Shards([mesh.get_group(i) for i, s in enumerate(placements) if not isinstance(s, Replicate)])
@@ -126,7 +132,7 @@ class ShardedScope(Scope):
             raise ValueError(
                 f"sharded parameters (FSDP2, DTensor) need Diagonal(), XMat(), Butterfly() or lra(r), got {group}"
             )
-        self.across = across(self.params)
+        self.across = across(self.params, group)
 
     def _start(self, scale: float, rng: torch.Generator) -> Point:
         runs, base = [], 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from psgd.across import local, sharded
+from psgd.across import local, sharded, taken
 
 Gradients = list[Tensor | None]
 
@@ -225,7 +225,7 @@ class Evaluation:
             if not mode.called and not self._gradient_of_the_product(mode):
                 self._backward()
         found = [p.grad if g is None else g for g, p in zip(grads, self.params, strict=True)] if mode.called else []
-        return [None if g is None else local(g) for g in found]
+        return [None if g is None else taken(g, p) for g, p in zip(found, self.params, strict=False)]
 
     @property
     def _loss(self) -> Any:

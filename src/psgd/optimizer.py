@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from psgd.across import ALONE, Across, local
+from psgd.across import ALONE, Across, local, taken
 from psgd.arrangement import arrange
 from psgd.curvature import (
     Curvature,
@@ -33,7 +33,7 @@ from psgd.groups.named import lra
 from psgd.groups.padded import Padded
 from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, structure, tensors, validate
 from psgd.schedule import Adaptive, Regular, Schedule
-from psgd.scope import Scope, probe
+from psgd.scope import Scope, placed, probe
 from psgd.step_size import Smoothed, StepSize
 from psgd.trend import Trend
 from psgd.update import Update, clip, finite, regularized
@@ -415,6 +415,8 @@ class PSGD(Optimizer):
         for name, p in zip(names, (p for pg in self.param_groups for p in pg["params"]), strict=True):
             if name in loaded["state"]:
                 state = _copied(loaded["state"][name], p.device)
+                if "momentum" in state:  # from one process to many, or back
+                    state["momentum"] = placed(p, taken(state["momentum"], p))
                 state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=p.device)
                 self.state[p] = state
         lead = self.param_groups[0]
@@ -442,4 +444,4 @@ def _gradient(p: Tensor, pg: ParamGroup) -> Tensor:
     assert p.grad is not None
     if p.grad.is_sparse:
         raise RuntimeError("PSGD does not support sparse gradients; use Embedding(..., sparse=False)")
-    return regularized(local(p.grad), local(p), pg)
+    return regularized(taken(p.grad, p), local(p), pg)

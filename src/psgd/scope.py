@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from psgd.across import ALONE, Across, local, sharded
+from psgd.across import ALONE, Across, local, sharded, taken
 from psgd.group import Group, How, Point
 from psgd.groups.blocks import Blocks
 from psgd.groups.padded import Padded
@@ -54,15 +54,6 @@ def probe(p: Tensor, *numbers: int) -> Tensor:
     from psgd.distributed import places
 
     return normal_like(local(p), *numbers, whole=p.numel(), runs=places(p))
-
-
-def taken(t: Tensor, p: Tensor) -> Tensor:
-    """Return the part of t that belongs to this rank's part of p, if either is sharded."""
-    if not sharded(p) and not sharded(t):
-        return t
-    from psgd.distributed import part_of
-
-    return part_of(t, p)
 
 
 class Unit:

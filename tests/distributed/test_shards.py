@@ -11,7 +11,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import psgd
 from psgd import PSGD, Dense, Diagonal, Regular, XMat, lra
@@ -96,6 +97,9 @@ def scenario(rank, world):
     found["bytes"] = {name: held(rank, world, group) for name, group in (("diagonal", Diagonal()), ("lra", lra(3)))}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found["bfloat16"] = together(rank, world, lra(3), torch.float32, {}, mp_policy=policy)
+    found["columns"] = tensor_parallel(world, ColwiseParallel, Diagonal())
+    found["rows"] = refused(lambda: tensor_parallel(world, RowwiseParallel, lra(2)))
+    found["rows, each alone"] = refused(lambda: tensor_parallel(world, RowwiseParallel, lambda shape: Diagonal()))
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         found["replicated"] = together(rank, world, *WAYS["lra"], mesh=mesh)
@@ -125,6 +129,17 @@ def together(rank, world, group, dtype, options, **sharding):
         ),
         "updates": opt.param_groups[0]["updates"],
     }
+
+
+def tensor_parallel(world, style, group):
+    """Train with all layers split the same way; every rank has the whole batch."""
+    model = network()
+    layers = {str(i): style(output_layouts=Replicate()) for i, m in enumerate(model) if isinstance(m, nn.Linear)}
+    if style is RowwiseParallel:
+        layers = {i: RowwiseParallel(input_layouts=Replicate()) for i in layers}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), layers)
+    train(model, optimizer(model, group, curvature=psgd.whiten), *batch(0, 1))
+    return whole(model)
 
 
 def held(rank, world, group):
@@ -264,6 +279,18 @@ def test_all_skip_what_is_not_finite_on_one(found):
     for result in (r["spoiled"] for r in found):
         assert result["kept"] and result["skipped"] == 1 and result["moved"]
         assert all(torch.equal(a, b) for a, b in zip(result["params"], found[0]["spoiled"]["params"], strict=True))
+
+
+def test_tensor_parallel_by_columns(found):
+    for result in found:
+        for mine, theirs in zip(result["columns"], expected("diagonal"), strict=True):
+            assert (mine - theirs).abs().max() < 1e-5
+
+
+def test_tensor_parallel_by_rows_is_refused_clearly(found):
+    for result in found:
+        assert "LowRank(rank=2) @ Diagonal()" in result["rows"] and "rule from shape to group" in result["rows"]
+        assert "first dimension" in result["rows, each alone"] and "fully_shard" in result["rows, each alone"]
 
 
 def test_other_groups_are_refused_by_name(found):
