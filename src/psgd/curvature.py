@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgd.evaluation import PARTIAL, Evaluation, Gradients, Intercept
+from psgd.across import sharded
+from psgd.evaluation import PARTIAL, Evaluation, Gradients, Intercept, squares, total
 from psgd.scope import real
 
 Memory = dict[str, Any]
@@ -242,10 +243,14 @@ def parallel() -> bool:
 def consult(seen: Intercept) -> None:
     """Let every rank know what one of them met: all have to take the same path."""
     if parallel() and seen.params:
-        flags = torch.tensor([bool(seen.error), bool(seen.suspects), bool(seen.partial)], dtype=torch.uint8)
-        flags = flags.to(seen.params[0].device)
-        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-        failed, doubtful, partial = flags.tolist()
+        flags = torch.tensor([bool(seen.error), bool(seen.suspects), bool(seen.partial)], dtype=torch.float64)
+        if any(map(sharded, seen.params)):  # what a difference will ask for travels with them
+            flags = total(torch.cat((flags, squares(seen.params)[None])), seen.params)
+            seen.squares = flags[3]
+        else:
+            flags = flags.to(seen.params[0].device, torch.float32)
+            torch.distributed.all_reduce(flags)
+        failed, doubtful, partial = flags[:3].tolist()
         seen.partial = seen.partial or (PARTIAL if partial else "")
         seen.error = seen.error or ("another rank met an error" if failed else "")
         seen.suspects = seen.suspects or ({"a function on another rank"} if doubtful else set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,6 +100,8 @@ class Shards(Across):
         flags, self._flags = self._flags, None
         everything = [*parts] if flags is None else [flags.to(parts[0]) if parts else flags, *parts]
         flat = torch.cat([t.reshape(-1) for t in everything])
+        if op == dist.ReduceOp.MAX:  # which may lose a NaN
+            flat = flat.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         for group in self.groups:
             dist.all_reduce(flat, op, group=group)
         found = list(flat.split([t.numel() for t in everything]))

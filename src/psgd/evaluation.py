@@ -61,6 +61,7 @@ class Intercept(TorchFunctionMode):
         self.partial = ""
         self.suspects: set[str] = set()
         self.autocast: torch.dtype | None = None
+        self.squares: Tensor | None = None  # ‖θ‖², if the ranks have told each other
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run func; before a backward pass, take the Hessian product."""
@@ -209,10 +210,11 @@ class Evaluation:
         """√(machine ε of the dtype that computes) · rms(θ), the balance of rounding and truncation."""
         dtypes = [p.dtype for p in self.params] + ([self.seen.autocast] if self.seen.autocast else [])
         machine = max(torch.finfo(dtype).eps for dtype in dtypes)
-        squares = torch.stack([local(p.detach()).abs().double().square().sum().cpu() for p in self.params]).sum()
-        if any(map(sharded, self.params)):
-            squares = total(squares, self.params)
-        rms = (squares / max(1, sum(p.numel() for p in self.params))) ** 0.5
+        found = self.seen.squares
+        if found is None:
+            found = squares(self.params)
+            found = total(found, self.params) if any(map(sharded, self.params)) else found
+        rms = (found / max(1, sum(p.numel() for p in self.params))) ** 0.5
         return math.sqrt(machine) * torch.as_tensor(rms).clamp_min(0.03).float()  # zero-initialized weights: a floor
 
     def _call(self) -> None:
@@ -262,6 +264,11 @@ class Evaluation:
                 p.grad = None
             with torch.enable_grad():
                 loss.backward()
+
+
+def squares(params: Sequence[Tensor]) -> Tensor:
+    """‖θ‖² of this rank's parts, on the CPU."""
+    return torch.stack([local(p.detach()).abs().double().square().sum().cpu() for p in params]).sum()
 
 
 def total(t: Tensor, params: Sequence[Tensor]) -> Tensor:

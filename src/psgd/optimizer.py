@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from psgd.across import ALONE, Across, local, taken
+from psgd.across import ALONE, Across, local, sharded, taken
 from psgd.arrangement import arrange
 from psgd.curvature import (
     Curvature,
@@ -182,6 +182,8 @@ class PSGD(Optimizer):
         """
         from psgd.diagnostics.step_report import step_report
 
+        if any(map(sharded, self._trainable())):
+            raise ValueError("diagnostics() needs all of a preconditioner, got one of which this rank has a part")
         return step_report(self)
 
     def compile(self, **options: Any) -> None:
@@ -316,12 +318,15 @@ class PSGD(Optimizer):
         self._count_skip(scope, ok, sure=False)
         self._count(fitted=fitting)
 
-    @staticmethod
-    def _shards(scopes: Sequence[Scope], ok: Tensor, pair: Sequence[Tensor]) -> Across:
+    def _shards(self, scopes: Sequence[Scope], ok: Tensor, pair: Sequence[Tensor]) -> Across:
         """Return what the scopes exchange sums by, having told it what is not finite here."""
         found = [scope for scope in scopes if scope.across is not ALONE]
         if not found:
             return ALONE
+        if isinstance(schedule(self.param_groups[0]), Adaptive):
+            raise ValueError(
+                "sharded parameters (FSDP2, DTensor) need another schedule than Adaptive: ranks would differ"
+            )
         shards: Any = found[0].across
         for scope in found[1:]:
             scope.across = shards  # one for all: what it learns holds for all

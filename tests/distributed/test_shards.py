@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import psgd
-from psgd import PSGD, Dense, Diagonal, Regular, XMat, lra
+from psgd import PSGD, Adaptive, Dense, Diagonal, Regular, XMat, lra
 from psgd.across import local
 from psgd.scope import leaves
 
@@ -91,9 +91,12 @@ def scenario(rank, world):
     found["xmat"] = together(rank, world, XMat(), torch.float32, {"curvature": psgd.whiten})
     found["refused"] = refused(lambda: together(rank, world, Dense(), torch.float32, {}))
     found["count"] = {
-        source: count(rank, world, lra(3), getattr(psgd, source)) for source in ("whiten", "finite_difference")
+        source: count(rank, world, lra(3), getattr(psgd, source))
+        for source in ("whiten", "finite_difference", "automatic")
     }
     found["spoiled"] = spoiled(rank, world)
+    found["adaptive"] = refused(lambda: together(rank, world, lra(2), torch.float32, {"precond_prob": Adaptive()}))
+    found["diagnostics"] = refused(optimizer(shard(network()), lra(2)).diagnostics)
     found["bytes"] = {name: held(rank, world, group) for name, group in (("diagonal", Diagonal()), ("lra", lra(3)))}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found["bfloat16"] = together(rank, world, lra(3), torch.float32, {}, mp_policy=policy)
@@ -291,6 +294,11 @@ def test_tensor_parallel_by_rows_is_refused_clearly(found):
     for result in found:
         assert "LowRank(rank=2) @ Diagonal()" in result["rows"] and "rule from shape to group" in result["rows"]
         assert "first dimension" in result["rows, each alone"] and "fully_shard" in result["rows, each alone"]
+
+
+def test_what_no_rank_could_answer_alone_is_refused(found):
+    for result in found:
+        assert "Adaptive" in result["adaptive"] and "diagnostics" in result["diagnostics"]
 
 
 def test_other_groups_are_refused_by_name(found):
