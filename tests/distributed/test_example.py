@@ -1,4 +1,4 @@
-"""examples/train_gpt.py under torchrun: a rank dies while a checkpoint is written, and the run ends as if it had not."""
+"""examples/train_gpt.py under torchrun: a rank dies while a checkpoint is written; the run ends as if it had not."""
 
 import os
 import subprocess
