@@ -122,6 +122,14 @@ def test_what_vmap_batches_or_a_compiler_traces_is_not_looked_at():
     assert not linalg.ordinary(torch.ones(3), torch.ones(3, dtype=torch.float64))
 
 
+def test_rank_zero_trains():
+    p = torch.nn.Parameter(torch.ones(6))
+    opt = PSGD([p], lra(0), precond_prob=1.0)
+    for _ in range(12):  # past the first balancing
+        opt.step(lambda: (p**2).sum())
+    assert p.abs().max() < 1
+
+
 @pytest.mark.parametrize("group", FORMS, ids=str)
 def test_the_optimizer_keeps_its_storage(group):
     p = torch.nn.Parameter(torch.randn(4, 5, generator=torch.Generator().manual_seed(0)))

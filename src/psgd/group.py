@@ -48,7 +48,7 @@ class Where(NamedTuple):
 
     def normal(self, n: int, width: int) -> Tensor:
         """Those of n rows of normal numbers that are wanted, in at least float32."""
-        return normal(n, self.generator, width, dtype=self.zero().dtype, runs=self.runs)
+        return normal(n, self.generator, width, dtype=self.zero().dtype, device=self.device, runs=self.runs)
 
     def zero(self) -> Tensor:
         """A scalar 0 in at least float32, the start of L in `Smoothed`."""

@@ -51,7 +51,13 @@ Runs = Sequence[tuple[int, int]]
 
 
 def normal(
-    n: int, rng: torch.Generator | None, width: int = 1, *, dtype: torch.dtype, runs: Runs | None = None
+    n: int,
+    rng: torch.Generator | None,
+    width: int = 1,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    runs: Runs | None = None,
 ) -> Tensor:
     """Return n×width normal numbers, or those of some runs of the n rows: the same, whichever are asked for.
 
@@ -59,17 +65,23 @@ def normal(
     >>> whole[2:5].equal(part)
     True
     """
-    place = None if rng is None else rng.device
+    runs = [(0, n)] if runs is None else runs
+    place = device if rng is None else rng.device
+    out = torch.empty(sum(stop - start for start, stop in runs), width, dtype=dtype, device=place)
+    if out.is_meta:
+        return out
     first = torch.randn(min(n, BLOCK), width, generator=rng, dtype=dtype, device=place)
     seed = int(torch.randint(1 << 62, (), generator=rng, device=place)) if n > BLOCK else 0
-    pieces = []
-    for start, stop in [(0, n)] if runs is None else runs:
+    done = 0
+    for start, stop in runs:
         for block in range(start // BLOCK, -(-stop // BLOCK)):
             base = block * BLOCK
             later = min(BLOCK, n - base), width
-            drawn = torch.randn(later, generator=generator(seed, block), dtype=dtype).to(place) if block else first
-            pieces.append(drawn[max(start - base, 0) : stop - base])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else first[:0]
+            drawn = torch.randn(later, generator=generator(seed, block), dtype=dtype) if block else first
+            part = drawn[max(start - base, 0) : stop - base]
+            out[done : done + len(part)] = part
+            done += len(part)
+    return out
 
 
 def normal_like(p: Tensor, *numbers: int, whole: int | None = None, runs: Runs | None = None) -> Tensor:

@@ -251,7 +251,7 @@ class Scope:
         """Write a new point in place, or leave the old one for units where `ok` is false or the new is not finite."""
         moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
         count, self._ready = len(self.units), None
-        for _, leaf in moved:
+        for leaf in (leaf for _, leaf in moved if leaf.numel()):
             each = leaf.view(count, -1) if count > 1 else leaf
             ends = (each.amax(1), each.amin(1)) if count > 1 else (each.amax(), each.amin())
             ok = ok & ends[0].isfinite() & ends[1].isfinite()  # nothing of n entries is written to find out

@@ -413,3 +413,17 @@ def test_maximize_is_minimizing_the_negative(curvature):
         down.step(lambda x=x, y=y: -regression(two, x, y)())
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_starting_points_are_drawn_by_blocks_of_rows(monkeypatch):
+    from psgd import probes
+
+    whole = lra(2).init(10, generator=torch.Generator().manual_seed(1))["0"]["U"]
+    assert whole.equal(lra(2).init(10, generator=torch.Generator().manual_seed(1))["0"]["U"])
+    monkeypatch.setattr(probes, "BLOCK", 4)
+    rng = lambda: torch.Generator().manual_seed(1)  # noqa: E731
+    drawn = probes.normal(10, rng(), 2, dtype=torch.float32)
+    assert len({float(t) for t in drawn.flatten()}) == 20  # no block repeats another
+    parts = probes.normal(10, rng(), 2, dtype=torch.float32, runs=[(1, 3), (3, 9)])
+    assert parts.equal(drawn[1:9])
+    assert probes.normal(10, rng(), 2, dtype=torch.float32, runs=[]).shape == (0, 2)
