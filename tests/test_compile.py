@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import CASES, ids, pair, walked
+from graphs import Graphs
 from laws import near, near_points
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -34,17 +35,6 @@ MAKES: dict[frozenset[type], str] = {}
 for name, group, _ in CASES:
     MAKES.setdefault(made_of(group), name)
 TRACED = [case for case in CASES if len(made_of(case[1])) == 1 or MAKES[made_of(case[1])] == case[0]]
-
-
-class Graphs:
-    """A backend that counts the graphs it is given, and runs them eagerly."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        self.count += 1
-        return graph
 
 
 @pytest.fixture(autouse=True)

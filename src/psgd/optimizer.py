@@ -266,8 +266,9 @@ class PSGD(Optimizer):
             shards = self._shards(scopes, ok, list(grads.values()) if h is None else products)
             sure = ok.device.type == "cpu" and shards is ALONE  # where it costs nothing to look
             fitting = due and self._decide(h)
-            if sure and not ok:
-                self._skip(everything[0], ok, fitting)
+            mixed = shards is not ALONE and any(s.across is ALONE for s in scopes)  # what is whole cannot wait
+            if (sure and not ok) or (mixed and not shards.ok):
+                self._skip(everything[0], torch.zeros_like(ok), fitting)
                 return
             update = Update(self.state, options, grads, ok, sure, late=shards is not ALONE)
             averaged = update.averages(scopes)
@@ -329,10 +330,10 @@ class PSGD(Optimizer):
             )
         shards: Any = found[0].across
         for scope in found[1:]:
+            if scope.across.groups != shards.groups:  # type: ignore[attr-defined]
+                raise ValueError("sharded parameters (DTensor) need to be sharded over the same ranks, got others")
             scope.across = shards  # one for all: what it learns holds for all
         shards.watch(~ok, torch.stack([t.any() for t in pair]).any() if pair else ok.new_ones(()))
-        if len(found) < len(scopes):
-            _ = shards.ok  # parameters that are whole cannot wait
         return shards
 
     def _count_skip(self, scope: Scope, ok: Tensor, sure: bool) -> None:
@@ -359,8 +360,7 @@ class PSGD(Optimizer):
         return True
 
     def _trainable(self) -> list[Tensor]:
-        found = [p for pg in self.param_groups for p in pg["params"] if p.requires_grad and p.numel()]
-        return found
+        return [p for pg in self.param_groups for p in pg["params"] if p.requires_grad and p.numel()]
 
     def _probes(self, params: Sequence[Tensor]) -> list[Tensor]:
         lead = self.param_groups[0]

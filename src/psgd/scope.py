@@ -223,7 +223,7 @@ class Scope:
         if self._ready is None:
             self._ready = self.group.ready(self.point)
         if self.compiled:
-            return self.compiled((id(self), "precondition"), self.group.precondition, self._ready, x)
+            return self.compiled((self.group, self.n, "precondition"), self.group.precondition, self._ready, x)
         return self.group.precondition(self._ready, x)
 
     def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
@@ -232,7 +232,9 @@ class Scope:
         if not self.compiled:
             return move(point, v, h, lr=how.lr, coin=how.coin, rule=how.rule, out=how.out)
         lr = torch.as_tensor(how.lr, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
-        return self.compiled((id(self), move.__name__), move, point, v, h, lr=lr, coin=how.coin, rule=how.rule)
+        return self.compiled(
+            (self.group, self.n, move.__name__), move, point, v, h, lr=lr, coin=how.coin, rule=how.rule
+        )
 
     def balanced(self, point: Point) -> Point:
         """Return other coordinates of the same Q, see `Group.balance`."""

@@ -55,7 +55,8 @@ class Update:
         if scope.pair is not None:
             scope.pair = (v_flat, h_flat)
         point, group = scope.point, scope.group
-        if pg["init_scale"] is None and group.scalable and (self.late is False or scope.scale["pairs"] < _SCALE_PAIRS):
+        settled = scope.across is not ALONE and bool(scope.scale["pairs"] >= _SCALE_PAIRS)  # no more to exchange
+        if pg["init_scale"] is None and group.scalable and not settled:
             point = scope.scaled(_rescale(scope, v_flat, h_flat, ok))
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
         how = How(pg["precond_lr"], coin, pg["rule"])
@@ -97,10 +98,13 @@ class Update:
             if not beta:
                 found[p] = g
                 continue
-            if "momentum" not in state:  # turned on after some steps: the warm-up is over
-                state["momentum"] = placed(p, self.guarded(g).to(scope.wide(p), copy=True).contiguous())
-            m = local(state["momentum"])
-            found[p] = m = m.clone() if self.late else m
+            if "momentum" in state:
+                m = local(state["momentum"]).clone() if self.late else local(state["momentum"])
+            else:  # turned on after some steps: the warm-up is over
+                m = self.guarded(g).to(scope.wide(p), copy=True).contiguous()
+                if not self.late:
+                    state["momentum"] = placed(p, m)
+            found[p] = m
             means.append(m)
             news.append(self.guarded(g.to(m.dtype), m))
             weights.append(1 + state["step"].to(m))
@@ -114,8 +118,10 @@ class Update:
     def keep(self, averaged: dict[Tensor, Tensor]) -> None:
         """Write the averages, now that all is known to be finite."""
         for p, m in averaged.items():
-            if self.options[p]["momentum"]:
+            if self.options[p]["momentum"] and "momentum" in self.state[p]:
                 local(self.state[p]["momentum"]).copy_(m)
+            elif self.options[p]["momentum"]:
+                self.state[p]["momentum"] = placed(p, m)
 
     def write(self, scopes: Sequence[Scope], directions: Sequence[Tensor]) -> None:
         """θ ← (1 − lr·λ)θ − lr·d."""
@@ -217,8 +223,7 @@ def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
     count = scope.units[0].whole
     moment, spread = (fourth / count).pow(0.25), (second / count).sqrt()  # the fourth: heavy tails count
     level = (most * moment / torch.where(spread > 0, spread, 1.0)).to(scope.scale["level"])
-    ok = ok & scope.across.curved
-    ok = ok & (scope.scale["pairs"] < _SCALE_PAIRS)
+    ok = ok & scope.across.curved & (scope.scale["pairs"] < _SCALE_PAIRS)
     old = scope.scale["level"].clone()
     scope.scale["level"].copy_(torch.where(ok, torch.maximum(old, level), old))
     scope.scale["pairs"].add_(ok)

@@ -127,8 +127,8 @@ def norms(s: Sums) -> tuple[Norm, Norm]:
     def norm() -> Tensor:
         length = tt.sqrt().clamp_min(tiny)
         along = tg / length
-        across = (gg - along.square()).clamp_min(4 * eps * gg).sqrt()  # never below, where δ is along t
-        triangle = torch.stack((length, along, torch.zeros_like(along), across)).view(2, 2)
+        aside = (gg - along.square()).clamp_min(4 * eps * gg).sqrt()  # never below, where δ is along t
+        triangle = torch.stack((length, along, torch.zeros_like(along), aside)).view(2, 2)
         return product_norm(triangle @ torch.stack((s.gap, s.total)) / 2, s.gram)
 
     def bound() -> Tensor:
