@@ -1,17 +1,13 @@
 """Data-parallel rows of the matrix, in two real processes: h is that of the whole batch, and the ranks stay equal."""
 
 import contextlib
-import os
 import warnings
-from datetime import timedelta
 
+import cluster
 import pytest
 import torch
-from filelock import FileLock
 from situations import Recorder, error
-from torch import distributed as dist
 from torch import nn
-from torch.multiprocessing import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -120,25 +116,14 @@ SCENARIOS = {
 }
 
 
-def work(rank, folder):
-    torch.set_num_threads(1)
-    patience = timedelta(seconds=60)  # ranks that disagree on what comes next would wait for half an hour
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout=patience, rank=rank, world_size=WORLD)
-    results = {name: train(rank, **scenario) for name, scenario in SCENARIOS.items()}
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def everything(rank, world):
+    return {name: train(rank, **scenario) for name, scenario in SCENARIOS.items()}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """The results of all scenarios, rank by rank: one start of two processes serves every test and pytest worker."""
-    shared = tmp_path_factory.getbasetemp()
-    folder = (shared.parent if os.environ.get("PYTEST_XDIST_WORKER") else shared) / "ranks"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            folder.mkdir()
-            spawn(work, (str(folder),), WORLD)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return cluster.ranks(tmp_path_factory, WORLD, everything, "data-parallel")
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
