@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,34 +34,85 @@ def members(param_groups: list[ParamGroup]) -> list[Member]:
     return found
 
 
-def together(found: list[Member]) -> list[Scope]:
-    """Return scopes without points: one for each joint group and "scope", and for each shape that a rule meets."""
-    partners = _partners(found)
-    taken = {bias.param for bias in partners.values()}
-    shared: dict[Any, list[list[Tensor]]] = {}  # what is in one scope: a joint group's one unit, or units alike
+def together(found: list[Member], owner: Mapping[Tensor, int] | None = None) -> list[Scope]:
+    """Return scopes without points: one for each joint group and "scope", and for each shape that a rule meets.
+
+    Of sharded tensors with a rule, each belongs to the rank that `owner` names.
+    """
+    ruled = {unit.params[0]: (unit, group) for unit, group, _ in _ruled(found)}
+    shared: dict[Any, list[Unit]] = {}  # what is in one scope: units alike, or one
+    joint: dict[Any, list[Tensor]] = {}  # what is in that one
     options = {m.param: m.options for m in found}
-    for p, pg, name in found:
-        group, place = pg["group"], (pg.get("scope"), p.device)
-        if isinstance(group, (Group, Padded)):
-            shared.setdefault((group, place), [[]])[0].append(p)
-        elif p not in taken:
-            unit = Unit([p, partners[p].param] if p in partners else [p], affine=p in partners)
-            chosen = group(unit.shape, name) if isinstance(group, Kron) else group(unit.shape)
-            key = (chosen, place, tuple(unit.shapes), p.dtype, *(pg.get(k) for k in SHARED))
-            shared.setdefault(key, []).append(unit.params)
-    scopes = []
-    for (group, *_), units in shared.items():
-        pg = options[units[0][0]]
-        affine = not isinstance(pg["group"], (Group, Padded)) and len(units[0]) > 1
-        kind = _sharded() if any(map(sharded, itertools.chain(*units))) else Scope
-        scopes.append(kind(group, [Unit(params, affine) for params in units], pg.get("precond_dtype")))
+    for p, pg, _ in found:
+        place = (pg.get("scope"), p.device)
+        if isinstance(pg["group"], (Group, Padded)):
+            key: Any = (pg["group"], place)
+            joint.setdefault(key, []).append(p)
+            shared.setdefault(key, [])
+        elif p in ruled:
+            unit, group = ruled[p]
+            key = (group, place, tuple(unit.shapes), unit.owned, p.dtype, *(pg.get(k) for k in SHARED))
+            shared.setdefault(key, []).append(unit)
+    scopes: list[Scope] = []
+    for key, units in shared.items():
+        units = units or [Unit(joint[key])]
+        dtype = options[units[0].params[0]].get("precond_dtype")
+        if units[0].owned:
+            from psgd.owners import OwnedScope  # only here: it needs torch.distributed
+
+            owner = owners(found) if owner is None else owner
+            scopes.append(OwnedScope(key[0], units, dtype, owner))
+        elif key in joint and any(map(sharded, joint[key])):
+            from psgd.distributed import ShardedScope
+
+            scopes.append(ShardedScope(key[0], units, dtype))
+        else:
+            scopes.append(Scope(key[0], units, dtype))
     return scopes
 
 
-def _sharded() -> type[Scope]:
-    from psgd.distributed import ShardedScope  # only here: it needs torch.distributed
+def _ruled(found: list[Member]) -> Iterator[tuple[Unit, Any, ParamGroup]]:
+    """Iterate over the tensors, or pairs of weight and bias, to which a rule gives a group of their own."""
+    partners = _partners(found)
+    biases = {bias.param for bias in partners.values()}
+    for p, pg, name in found:
+        if p in biases or isinstance(pg["group"], (Group, Padded)):
+            continue
+        params = [p, partners[p].param] if p in partners else [p]
+        unit = Unit(params, affine=p in partners, owned=any(map(_split, params)))
+        yield unit, pg["group"](unit.shape, name) if isinstance(pg["group"], Kron) else pg["group"](unit.shape), pg
 
-    return ShardedScope
+
+def _split(p: Tensor) -> bool:
+    """Whether this rank has but a part of p."""
+    if not sharded(p):
+        return False
+    from psgd.owners import split_by
+
+    return split_by(p) is not None
+
+
+def owners(found: list[Member]) -> dict[Tensor, int]:
+    """Return the rank that each sharded tensor with a rule belongs to; the same from any of their states."""
+    found = [m for m in found if m.param.numel()]
+    if not any(sharded(m.param) for m in found):
+        return {}
+    costs: dict[int, list[tuple[Unit, float]]] = {}
+    for unit, group, pg in _ruled(found):
+        if unit.owned:
+            from psgd.owners import cost
+
+            costs.setdefault(id(pg), []).append((unit, cost(group, unit.n)))
+    if not costs:
+        return {}
+    import torch.distributed as dist
+
+    from psgd.owners import assigned, sharing
+
+    world = dist.get_world_size(sharing([p for some in costs.values() for unit, _ in some for p in unit.params]))
+    ranks = assigned([[c for _, c in some] for some in costs.values()], world)
+    pairs = zip(itertools.chain(*costs.values()), itertools.chain(*ranks), strict=True)
+    return {p: rank for (unit, _), rank in pairs for p in unit.params}
 
 
 def _partners(found: list[Member]) -> dict[Tensor, Member]:
@@ -94,9 +146,12 @@ def arrange(
         elif p.numel() and (p.requires_grad or p.grad is not None):
             fresh.append(m)
     scopes = {number: cache[number] for number in known if number in cache}
+    owner = owners(members(param_groups))
     for number, some in known.items():
         if number not in scopes or not scopes[number].intact(state, [m.param for m in some]):
-            for i, scope in enumerate(together(some)):  # several, if options differ that were equal when it was saved
+            for i, scope in enumerate(
+                together(some, owner)
+            ):  # several, if options differ that were equal when it was saved
                 scope.restore(state)
                 at = number if i == 0 else max(max(scopes), *known) + 1
                 scopes[at] = scope
@@ -104,7 +159,7 @@ def arrange(
                     state[p]["scope"] = at
     if create and fresh:
         options = {m.param: m.options for m in fresh}
-        for scope in together(fresh):
+        for scope in together(fresh, owner):
             number = max(scopes, default=-1) + 1
             scopes[number] = scope
             _create(scope, state, number, options)

@@ -257,12 +257,17 @@ def consult(seen: Intercept) -> None:
 
 
 def average(h: Gradients, params: Sequence[Tensor]) -> Gradients:
-    """Average h over the ranks of a data-parallel job: each has the product of its own batch alone."""
+    """Average h over the ranks of a data-parallel job, in one exchange: each has the product of its own batch alone."""
     if not parallel():
         return h
-    dist = torch.distributed
     everywhere = [torch.zeros_like(p) if t is None else t for t, p in zip(h, params, strict=True)]
-    for t in everywhere:
-        dist.all_reduce(t)
-        t /= dist.get_world_size()
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for t in map(real, everywhere):
+        alike.setdefault((t.dtype, t.device), []).append(t)
+    for some in alike.values():
+        flat = torch.cat([t.reshape(-1) for t in some])
+        torch.distributed.all_reduce(flat)
+        flat /= torch.distributed.get_world_size()
+        for t, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
+            t.copy_(part.view(t.shape))
     return list(everywhere)

@@ -42,6 +42,11 @@ def part_of(t: Tensor, p: Tensor) -> Tensor:
     return t.to_local()
 
 
+def by_rows(p: DTensor) -> bool:
+    """Whether p is sharded along its first dimension alone, so that a part of it is one run of its entries."""
+    return all(isinstance(s, Replicate) or (isinstance(s, Shard) and s.dim == 0) for s in p.placements)
+
+
 def places(p: Tensor) -> list[tuple[int, int]]:
     """Return which entries of p, flat, this rank holds, as the ends of runs.
 
@@ -50,10 +55,10 @@ def places(p: Tensor) -> list[tuple[int, int]]:
     """
     if not isinstance(p, DTensor) or not p.ndim:
         return [(0, p.numel())]
-    if any(not isinstance(s, (Shard, Replicate)) or (isinstance(s, Shard) and s.dim != 0) for s in p.placements):
+    if not by_rows(p):
         raise ValueError(
-            f"PSGD needs DTensors that are sharded along their first dimension, got {p.placements}; "
-            "fully_shard and ColwiseParallel make such, RowwiseParallel does not"
+            f"this group needs DTensors that are sharded along their first dimension, got {p.placements}; "
+            "fully_shard and ColwiseParallel make such, RowwiseParallel does not: for these take a rule, such as kron()"
         )
     mesh, row = p.device_mesh, p.numel() // p.shape[0]
     rows = DTensor.from_local(torch.arange(p.shape[0]), mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -133,9 +138,10 @@ class ShardedScope(Scope):
         self._low_rank = [type(p) for p in parts] == [LowRank, Diagonal]
         if len(units) > 1 or not (self._low_rank or isinstance(group, (Diagonal, Involution))):
             raise ValueError(
-                f"sharded parameters (FSDP2, DTensor) need Diagonal(), XMat(), Butterfly() or lra(r), got {group}"
+                "sharded parameters (FSDP2, DTensor) need Diagonal(), XMat(), Butterfly() or lra(r) for all together, "
+                f"or a rule for each, such as kron(), got {group}"
             )
-        self.across = across(self.params, group)
+        self.across = self.shards = across(self.params, group)
 
     def _start(self, scale: float, rng: torch.Generator) -> Point:
         runs, base = [], 0

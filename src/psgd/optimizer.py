@@ -33,7 +33,7 @@ from psgd.groups.named import lra
 from psgd.groups.padded import Padded
 from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, structure, tensors, validate
 from psgd.schedule import Adaptive, Regular, Schedule
-from psgd.scope import Scope, placed, probe
+from psgd.scope import Fit, Scope, placed, probe
 from psgd.step_size import Smoothed, StepSize
 from psgd.trend import Trend
 from psgd.update import Update, clip, finite, regularized
@@ -264,40 +264,77 @@ class PSGD(Optimizer):
             products = [t for t in (h or {}).values() if t is not None]
             ok = finite([*grads.values(), *products], out)
             shards = self._shards(scopes, ok, list(grads.values()) if h is None else products)
-            sure = ok.device.type == "cpu" and shards is ALONE  # where it costs nothing to look
             fitting = due and self._decide(h)
-            mixed = shards is not ALONE and any(s.across is ALONE for s in scopes)  # what is whole cannot wait
-            if (sure and not ok) or (mixed and not shards.ok):
+            sure = ok.device.type == "cpu" and shards is ALONE  # where it costs nothing to look
+            if shards is not ALONE and any(s.across is ALONE for s in scopes):  # what is whole cannot wait
+                ok, sure = torch.full_like(ok, shards.ok), True
+            if sure and not ok:
                 self._skip(everything[0], torch.zeros_like(ok), fitting)
                 return
-            update = Update(self.state, options, grads, ok, sure, late=shards is not ALONE)
+            update = Update(self.state, options, grads, ok, sure, late=shards is not ALONE and not sure)
             averaged = update.averages(scopes)
+            fit: Fit = operator.attrgetter("fit" if h is not None else "whiten")
             if fitting and h is None:
                 looked_at = [p for scope in scopes if scope.group.probing for p in scope.params if p in grads]
                 late = [p for p in looked_at if p not in v]  # also gradients put on what does not require one
                 v = v | dict(zip(late, self._probes(late), strict=True))
                 h = averaged if self.param_groups[0]["curvature"] == whiten_momentum else grads
-                for scope in scopes:
-                    update.fit(scope, v, h, operator.attrgetter("whiten"))
             elif fitting and h is not None:
                 known = ((p, t) for p, t in h.items() if t is not None and p in grads and p in v)
                 h = {p: regularized(t, v[p], options[p]) for p, t in known}
-                for scope in scopes:
-                    update.fit(scope, v, h, operator.attrgetter("fit"))
-            directions = [update.direction(scope, averaged) for scope in scopes]
-            clip(scopes, directions, self.param_groups[0])
-            if shards is not ALONE:
+            steps = self._stepped(update, scopes, averaged, (v, h, fit) if fitting and h is not None else None, shards)
+            if update.late:
                 if not shards.ok:
                     self._skip(everything[0], torch.zeros_like(ok), fitting)
                     return
                 update = dataclasses.replace(update, ok=torch.ones_like(ok), sure=True)
                 update.keep(averaged)
             self._count_skip(everything[0], update.ok, update.sure)
-            update.write(scopes, directions)
+            update.write(steps)
             adaptive = schedule(self.param_groups[0])
             if fitting and isinstance(adaptive, Adaptive):
                 self._rest(scopes, adaptive)
         self._count(fitted=fitting)
+
+    def _stepped(
+        self, update: Update, scopes: Sequence[Scope], m: dict[Tensor, Tensor], pair: Any, shards: Across
+    ) -> dict[Tensor, Tensor]:
+        """Fit to the pair, if there is any, and return the clipped P m."""
+        exchange = self._exchange(scopes)
+        if exchange is not None:
+            m, pair = self._brought(exchange, m, pair)
+        here = [scope for scope in scopes if scope.units]
+        if pair is not None:
+            for scope in here:
+                update.fit(scope, *pair)
+        directions = [update.direction(scope, m) for scope in here]
+        clip(here, directions, self.param_groups[0], ALONE if exchange is None else shards)
+        steps = {p: t for s, d in zip(here, directions, strict=True) for p, t in zip(s.held, s.split(d), strict=True)}
+        return steps if exchange is None else steps | exchange.scatter(steps)
+
+    def _exchange(self, scopes: Sequence[Scope]) -> Any:
+        """Return how parts of tensors reach the ranks that own the whole; None if there are none."""
+        owned = [scope for scope in scopes if scope.shards is not scope.across]
+        if not owned:
+            return None
+        from psgd.owners import Exchange
+
+        known = self._runtime.get("exchange")
+        if known is None or known.scopes != owned:
+            self._runtime["exchange"] = known = Exchange(owned)  # type: ignore[arg-type]
+        return known
+
+    def _brought(self, exchange: Any, m: dict[Tensor, Tensor], pair: Any) -> tuple[dict[Tensor, Tensor], Any]:
+        """Return the averages, and the pair, with the whole of what this rank owns."""
+        if pair is None:
+            return m | exchange.gather(m)[0], None
+        v, h, fit = pair
+        some = [m] if h is m else [m, h]  # nothing travels twice
+        wholes = exchange.gather(*some)
+        looked_at = [p for p in exchange.mine if p in v]
+        probes = dict(zip(looked_at, self._probes(looked_at, whole=True), strict=True))
+        known = {p: t for p, t in wholes[-1].items() if p in h}
+        return m | wholes[0], (v | probes, h | known, fit)
 
     def _count(self, fitted: bool) -> None:
         for pg in self.param_groups:
@@ -321,18 +358,20 @@ class PSGD(Optimizer):
 
     def _shards(self, scopes: Sequence[Scope], ok: Tensor, pair: Sequence[Tensor]) -> Across:
         """Return what the scopes exchange sums by, having told it what is not finite here."""
-        found = [scope for scope in scopes if scope.across is not ALONE]
+        found = [scope for scope in scopes if scope.shards is not ALONE]
         if not found:
             return ALONE
         if isinstance(schedule(self.param_groups[0]), Adaptive):
             raise ValueError(
                 "sharded parameters (FSDP2, DTensor) need another schedule than Adaptive: ranks would differ"
             )
-        shards: Any = found[0].across
+        shards: Any = found[0].shards
         for scope in found[1:]:
-            if scope.across.groups != shards.groups:  # type: ignore[attr-defined]
+            if scope.shards.groups != shards.groups:  # type: ignore[attr-defined]
                 raise ValueError("sharded parameters (DTensor) need to be sharded over the same ranks, got others")
-            scope.across = shards  # one for all: what it learns holds for all
+            if scope.across is scope.shards:
+                scope.across = shards
+            scope.shards = shards  # one for all: what it learns holds for all
         shards.watch(~ok, torch.stack([t.any() for t in pair]).any() if pair else ok.new_ones(()))
         return shards
 
@@ -362,10 +401,11 @@ class PSGD(Optimizer):
     def _trainable(self) -> list[Tensor]:
         return [p for pg in self.param_groups for p in pg["params"] if p.requires_grad and p.numel()]
 
-    def _probes(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def _probes(self, params: Sequence[Tensor], whole: bool = False) -> list[Tensor]:
+        """Return v for this rank's parts, or for the whole, of some parameters."""
         lead = self.param_groups[0]
         place = {p: i for i, p in enumerate(p for pg in self.param_groups for p in pg["params"])}
-        return [probe(p, lead["seed"], lead["iteration"], place[p]) for p in params]
+        return [probe(p, lead["seed"], lead["iteration"], place[p], whole=whole) for p in params]
 
     def _scopes(self, create: bool = True) -> list[Scope]:
         cache: dict[int, Scope] = self._runtime.get("scopes", {})

@@ -110,7 +110,7 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
     found = _members(model, group, {"precond_prob": precond_prob, "momentum": momentum})
     options, names = {m.param: m.options for m in found}, {m.param: m.name for m in found}
     rows, prob = [], 0.0
-    for scope in together(found):
+    for scope in (s for s in together(found) if s.units):
         pg, chosen = options[scope.params[0]], scope.group
         prob = sum(schedule(pg).due(t, 0) for t in range(10_000)) / 10_000
         point = chosen.init(scope.n, dtype=scope.dtype, device=torch.device("meta"))

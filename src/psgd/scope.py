@@ -10,6 +10,7 @@ by the unit's first parameter.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,15 @@ def real(t: Tensor) -> Tensor:
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
+def extent(p: Tensor) -> tuple[int, ...]:
+    """Return the shape of p in reals: of the whole, if it is sharded.
+
+    >>> extent(torch.ones(3, dtype=torch.complex64))
+    (3, 2)
+    """
+    return (*p.shape, 2) if p.is_complex() else tuple(p.shape)
+
+
 def placed(p: Tensor, part: Tensor) -> Tensor:
     """Return a part as what it is a part of: sharded as p, if p is."""
     if not sharded(p):
@@ -47,26 +57,32 @@ def placed(p: Tensor, part: Tensor) -> Tensor:
     return like(p, part)
 
 
-def probe(p: Tensor, *numbers: int) -> Tensor:
-    """Return v ~ N(0, I) for this rank's part of p, which depends on these numbers alone."""
+def probe(p: Tensor, *numbers: int, whole: bool = False) -> Tensor:
+    """Return v ~ N(0, I) for this rank's part of p, or for the whole, which depends on these numbers alone."""
     if not sharded(p):
         return normal_like(p, *numbers)
-    from psgd.distributed import places
+    from psgd.distributed import by_rows, part_of, places
 
-    return normal_like(local(p), *numbers, whole=p.numel(), runs=places(p))
+    if by_rows(p) and not whole:
+        return normal_like(local(p), *numbers, whole=p.numel(), runs=places(p))
+    v = normal_like(torch.empty(p.shape, dtype=p.dtype, device=p.device), *numbers)
+    return v if whole else part_of(v, p)
 
 
 class Unit:
-    """Parameters as one vector: end to end, or a weight and a bias as the rows of [W b]."""
+    """Parameters as one vector: end to end, or a weight and a bias as the rows of [W b].
 
-    def __init__(self, params: Sequence[Tensor], affine: bool = False) -> None:
-        self.params = list(params)
-        self.shapes = [real(local(p)).shape for p in self.params]  # of this rank's part
+    Of sharded ones it has this rank's parts, or all, if a rank owns the whole.
+    """
+
+    def __init__(self, params: Sequence[Tensor], affine: bool = False, owned: bool = False) -> None:
+        self.params, self.owned = list(params), owned
+        self.shapes = [torch.Size(extent(p)) if owned else real(local(p)).shape for p in self.params]
         self.sizes = [s.numel() for s in self.shapes]
         self.n = sum(self.sizes)
-        self.whole = sum(real(p).numel() for p in self.params) if any(map(sharded, self.params)) else self.n
+        self.whole = sum(map(math.prod, map(extent, self.params)))
         self.rows = self.shapes[0][0] if affine else 1
-        self.shape = (self.rows, self.n // self.rows) if affine else tuple(real(self.params[0]).shape) or (1,)
+        self.shape = (self.rows, self.n // self.rows) if affine else extent(self.params[0]) or (1,)
 
     def flat(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Return pieces that make up the vector; None counts as zero."""
@@ -98,7 +114,8 @@ class Unit:
                     q[key] = part
             elif leaf.shape[:1] == (self.n,):
                 for p, q, shape, rows in zip(self.params, found, self.shapes, leaf.split(self.sizes), strict=True):
-                    q[key] = placed(p, rows.view((*shape, *leaf.shape[1:])))
+                    whole = rows.view((*shape, *leaf.shape[1:]))
+                    q[key] = whole if self.owned else placed(p, whole)
             else:
                 found[0][key] = leaf
         return found
@@ -116,7 +133,7 @@ class Unit:
             rows = leaf.shape[:1] == (self.n,)
             shapes = [(*shape, *leaf.shape[1:]) for shape in self.shapes] if rows else [leaf.shape]
             pieces: list[Any] = [q.get(key) for q in slices[: len(shapes)]]
-            if rows:
+            if rows and not self.owned:
                 pieces = [t if t is None else taken(t, p) for t, p in zip(pieces, self.params, strict=True)]
             for piece, shape in zip(pieces, shapes, strict=True):
                 if not isinstance(piece, Tensor) or piece.shape != shape:
@@ -133,13 +150,15 @@ class Scope:
 
     compiled: Compiled | None = None
     across: Across = ALONE
+    """What the mathematics of a group exchanges sums by."""
+    shards: Across = ALONE
+    """What the ranks that share the parameters agree by on whether all is finite."""
 
     def __init__(self, group: Group | Padded, units: Sequence[Unit], dtype: torch.dtype | None) -> None:
-        self.units, self._part = list(units), group
-        self.group: Any = Blocks(units[0].n, group) if len(units) > 1 else group  # type: ignore[arg-type]
-        self.params = [p for unit in self.units for p in unit.params]
-        self.n, self.device = sum(unit.n for unit in self.units), self.params[0].device
-        self.whole = sum(unit.whole for unit in self.units)
+        self._part = group
+        self.params = [p for unit in units for p in unit.params]
+        self.device = self.params[0].device
+        self.hold(units)
         default = torch.float32
         for p in self.params:
             default = torch.promote_types(default, real(p).dtype)
@@ -150,6 +169,14 @@ class Scope:
         self._ready: Point | None = None
         self._wanted = dtype or torch.float32
         self.installed: list[tuple[Tensor, Point]] = []  # the views in the state
+
+    def hold(self, units: Sequence[Unit]) -> None:
+        """Take these units, those of them that this rank moves."""
+        self.units = list(units)
+        self.group: Any = Blocks(units[0].n, self._part) if len(units) > 1 else self._part  # type: ignore[arg-type]
+        self.held = [p for unit in self.units for p in unit.params]
+        self.n = sum(unit.n for unit in self.units)
+        self.whole = sum(unit.whole for unit in self.units)
 
     # --- storage
 
@@ -165,7 +192,7 @@ class Scope:
     def restore(self, state: State) -> None:
         """Take the point from the per-parameter state, as after a load, a copy or a move."""
         try:
-            template = self._template()
+            template = self._template() if self.units else {}
         except ValueError as e:
             raise ValueError(f"the state was saved for another group: {e}") from e
         slices = [[state[p].get("q", {}) for p in unit.params] for unit in self.units]
@@ -184,11 +211,12 @@ class Scope:
     def _install(self, state: State) -> None:
         points = [self.point] if len(self.units) == 1 else unstacked(self.point, len(self.units))
         views = [q for unit, point in zip(self.units, points, strict=True) for q in unit.slices(point)]
-        self.installed, self._ready = list(zip(self.params, views, strict=True)), None
+        mine = dict(zip(self.held, views, strict=True))
+        self.installed, self._ready = [(p, mine.get(p, {})) for p in self.params], None
         for p, q in self.installed:
             state[p]["q"] = q
         exact = torch.promote_types(self.dtype, torch.float32)
-        for key in SCALE:
+        for key in SCALE if self.units else ():
             known = [state[unit.params[0]].get(key, 0.0) for unit in self.units]
             values = [torch.as_tensor(t, dtype=exact, device=self.device) for t in known]
             self.scale[key] = torch.stack(values)
@@ -202,14 +230,14 @@ class Scope:
         return torch.promote_types(self._wanted, real(p).dtype)
 
     def flat(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Concatenate one tensor for each parameter; None counts as zero."""
+        """Concatenate one tensor for each parameter that is held; None counts as zero."""
         rest, pieces = iter(tensors), []
         for unit in self.units:
             pieces += unit.flat(list(itertools.islice(rest, len(unit.params))), self.dtype)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Cut a flat vector into the shapes of the parameters (complex ones as pairs of reals)."""
+        """Cut a flat vector into the shapes of the parameters that are held (complex ones as pairs of reals)."""
         return [t for unit, piece in zip(self.units, self.each(x), strict=True) for t in unit.split(piece)]
 
     def each(self, x: Tensor) -> Tensor:
@@ -264,7 +292,7 @@ class Scope:
 
 def stacked(points: Sequence[Point]) -> Point:
     """Stack equal points leaf by leaf."""
-    first = points[0]
+    first = points[0] if points else {}
     return {
         k: stacked([q[k] for q in points]) if isinstance(first[k], dict) else torch.stack([q[k] for q in points])
         for k in first

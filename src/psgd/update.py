@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from psgd.across import ALONE, local
+from psgd.across import ALONE, Across, local
 from psgd.curvature import parallel
 from psgd.group import How
 from psgd.options import ParamGroup, schedule
@@ -42,7 +42,7 @@ class Update:
 
     def fit(self, scope: Scope, v: dict[Tensor, Tensor], h: dict[Tensor, Tensor], fit: Fit) -> None:
         """Move the scope's point by one step on its pair; parameters without h have no part in it."""
-        pg, known = self.options[scope.params[0]], [p if p in h else None for p in scope.params]
+        pg, known = self.options[scope.params[0]], [p if p in h else None for p in scope.held]
         v_flat = scope.flat([None if p is None else v.get(p) for p in known])
         h_flat = scope.flat([None if p is None else h[p] for p in known])
         if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
@@ -81,7 +81,7 @@ class Update:
 
     def direction(self, scope: Scope, m: dict[Tensor, Tensor]) -> Tensor:
         """Return P m, m the averaged gradient, in new memory; zero where the step is skipped."""
-        x = self.guarded(scope.flat([m.get(p) for p in scope.params]))
+        x = self.guarded(scope.flat([m.get(p) for p in scope.held]))
         if schedule(self.options[scope.params[0]]).ever:
             return scope.precondition(x)
         return x.clone() if self.sure or self.late else x
@@ -123,13 +123,10 @@ class Update:
             elif self.options[p]["momentum"]:
                 self.state[p]["momentum"] = placed(p, m)
 
-    def write(self, scopes: Sequence[Scope], directions: Sequence[Tensor]) -> None:
+    def write(self, steps: dict[Tensor, Tensor]) -> None:
         """θ ← (1 − lr·λ)θ − lr·d."""
-        steps: dict[Tensor, Tensor] = {}
-        for scope, d in zip(scopes, directions, strict=True):
-            steps |= {p: t for p, t in zip(scope.params, scope.split(d), strict=True) if p in self.grads}
         together: dict[int, tuple[ParamGroup, list[Tensor]]] = {}
-        for p in steps:
+        for p in (p for p in steps if p in self.grads):
             pg = self.options[p]
             together.setdefault(id(pg), (pg, []))[1].append(p)
         for pg, params in together.values():
@@ -157,11 +154,14 @@ class Update:
                 counter.add_(self.ok)
 
 
-def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup) -> None:
-    """Bound the directions in place: each unit's root mean square, the norm of all, every entry."""
+def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup, owners: Across = ALONE) -> None:
+    """Bound the directions in place: each unit's root mean square, the norm of all, every entry.
+
+    What other ranks own counts for the norm of all, and is summed by `owners`.
+    """
     tiny = torch.finfo(torch.bfloat16).tiny
     bounded = lead["max_rms"] is not None and schedule(lead).ever
-    if (bounded or lead["max_norm"] is not None) and directions:
+    if bounded or lead["max_norm"] is not None:
         norms = _norms(scopes, directions)
         if bounded:
             for i, (scope, d) in enumerate(zip(scopes, directions, strict=True)):
@@ -170,7 +170,7 @@ def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup
                 scope.each(d).mul_(factor)
                 norms[i] = norms[i] * factor
         if lead["max_norm"] is not None:
-            norm = torch.cat([t.to(directions[0]).view(-1) for t in norms]).norm()
+            norm = _total(scopes, norms, owners, lead["params"][0].device)
             for d in directions:
                 d.mul_((lead["max_norm"] / norm.clamp_min(tiny)).clamp_max(1).to(d))
     if lead["max_value"] is not None:
@@ -190,6 +190,17 @@ def _norms(scopes: Sequence[Scope], directions: Sequence[Tensor]) -> list[Tensor
         for i, t in zip(parted, sums, strict=True):
             found[i] = t.sqrt()
     return found
+
+
+def _total(scopes: Sequence[Scope], norms: Sequence[Tensor], owners: Across, device: torch.device) -> Tensor:
+    """Return the norm of all; what other ranks own is summed by `owners`."""
+    if owners is ALONE:
+        return torch.cat([t.to(norms[0]).view(-1) for t in norms]).norm()
+    squares = [torch.zeros((), dtype=torch.float64, device=device)] * 2
+    for scope, t in zip(scopes, norms, strict=True):
+        owned = scope.shards is not scope.across
+        squares[owned] = squares[owned] + t.double().square().sum().to(device)
+    return (squares[0] + owners.sum(squares[1])[0]).sqrt()
 
 
 def regularized(t: Tensor, x: Tensor, pg: ParamGroup) -> Tensor:

@@ -10,9 +10,9 @@ from test_shards import batch, network, optimizer, shard, train, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import psgd
-from psgd import Diagonal, lra
+from psgd import Diagonal, kron, lra
 
-GROUPS = {"diagonal": Diagonal(), "lra": lra(3)}
+GROUPS = {"diagonal": Diagonal(), "lra": lra(3), "kron": kron()}
 BEFORE, AFTER = 14, 10
 
 

@@ -102,7 +102,7 @@ def scenario(rank, world):
     found["bfloat16"] = together(rank, world, lra(3), torch.float32, {}, mp_policy=policy)
     found["columns"] = tensor_parallel(world, ColwiseParallel, Diagonal())
     found["rows"] = refused(lambda: tensor_parallel(world, RowwiseParallel, lra(2)))
-    found["rows, each alone"] = refused(lambda: tensor_parallel(world, RowwiseParallel, lambda shape: Diagonal()))
+    found["rows of weights"] = refused(lambda: tensor_parallel(world, RowwiseParallel, Diagonal(), weights=True))
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         found["replicated"] = together(rank, world, *WAYS["lra"], mesh=mesh)
@@ -134,13 +134,15 @@ def together(rank, world, group, dtype, options, **sharding):
     }
 
 
-def tensor_parallel(world, style, group):
-    """Train with all layers split the same way; every rank has the whole batch."""
+def tensor_parallel(world, style, group, weights=False):
+    """Train with all layers split the same way, perhaps the weights alone; every rank has the whole batch."""
     model = network()
     layers = {str(i): style(output_layouts=Replicate()) for i, m in enumerate(model) if isinstance(m, nn.Linear)}
     if style is RowwiseParallel:
         layers = {i: RowwiseParallel(input_layouts=Replicate()) for i in layers}
     parallelize_module(model, init_device_mesh("cpu", (world,)), layers)
+    for p in model.parameters():
+        p.requires_grad_(p.ndim > 1 or not weights)
     train(model, optimizer(model, group, curvature=psgd.whiten), *batch(0, 1))
     return whole(model)
 
@@ -293,7 +295,7 @@ def test_tensor_parallel_by_columns(found):
 def test_tensor_parallel_by_rows_is_refused_clearly(found):
     for result in found:
         assert "LowRank(rank=2) @ Diagonal()" in result["rows"] and "rule from shape to group" in result["rows"]
-        assert "first dimension" in result["rows, each alone"] and "fully_shard" in result["rows, each alone"]
+        assert "first dimension" in result["rows of weights"] and "kron()" in result["rows of weights"]
 
 
 def test_what_no_rank_could_answer_alone_is_refused(found):
