@@ -61,6 +61,8 @@ from psgd.schedule import Bernoulli as Bernoulli
 from psgd.schedule import Decaying as Decaying
 from psgd.schedule import Regular as Regular
 from psgd.schedule import Schedule as Schedule
+from psgd.share import Share as Share
+from psgd.share import share as share
 from psgd.step_size import Normalized as Normalized
 from psgd.step_size import Smoothed as Smoothed
 from psgd.step_size import StepSize as StepSize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from psgd.group import Group
 from psgd.groups.padded import Padded
 from psgd.kron import Kron
 from psgd.options import SHARED, ParamGroup
-from psgd.scope import Scope, State, Unit, placed, real
+from psgd.scope import Scope, State, Unit, leaves, placed, real
 
 
 class Member(NamedTuple):
@@ -100,19 +100,47 @@ def owners(found: list[Member]) -> dict[Tensor, int]:
     costs: dict[int, list[tuple[Unit, float]]] = {}
     for unit, group, pg in _ruled(found):
         if unit.owned:
-            from psgd.owners import cost
-
             costs.setdefault(id(pg), []).append((unit, cost(group, unit.n)))
     if not costs:
         return {}
     import torch.distributed as dist
 
-    from psgd.owners import assigned, sharing
+    from psgd.owners import sharing
 
     world = dist.get_world_size(sharing([p for some in costs.values() for unit, _ in some for p in unit.params]))
     ranks = assigned([[c for _, c in some] for some in costs.values()], world)
     pairs = zip(itertools.chain(*costs.values()), itertools.chain(*ranks), strict=True)
     return {p: rank for (unit, _), rank in pairs for p in unit.params}
+
+
+def cost(group: Group | Padded, n: int) -> float:
+    """Return about how many operations a step on n entries takes: each of them meets a row of every matrix.
+
+    >>> import psgd
+    >>> cost(psgd.Diagonal(), 6), cost(psgd.kron()((2, 3)), 6)
+    (12.0, 18.0)
+    """
+    point = group.init(n, dtype=torch.float32, device=torch.device("meta"))
+    matrices = [t.shape[-1] for t in leaves(point) if t.ndim > 1 and t.shape[-1] == t.shape[-2]]
+    return float(n * (1 + (sum(matrices) or 1)))
+
+
+def assigned(costs: Sequence[Sequence[float]], world: int) -> list[list[int]]:
+    """Return an owner for each unit, so that their costs are about the same.
+
+    What comes in a later list does not change the owners of an earlier one: they hold its state already.
+
+    >>> assigned([[1, 3, 1, 1], [5]], 2)
+    [[1, 0, 1, 1], [0]]
+    """
+    loads, found = [0.0] * world, []
+    for some in costs:
+        owners = [0] * len(some)
+        for i in sorted(range(len(some)), key=lambda i: -some[i]):  # the largest first
+            owners[i] = loads.index(min(loads))
+            loads[owners[i]] += some[i]
+        found.append(owners)
+    return found
 
 
 def _partners(found: list[Member]) -> dict[Tensor, Member]:

@@ -42,7 +42,7 @@ def part_of(t: Tensor, p: Tensor) -> Tensor:
     return t.to_local()
 
 
-def by_rows(p: DTensor) -> bool:
+def by_rows(p: Any) -> bool:
     """Whether p is sharded along its first dimension alone, so that a part of it is one run of its entries."""
     return all(isinstance(s, Replicate) or (isinstance(s, Shard) and s.dim == 0) for s in p.placements)
 

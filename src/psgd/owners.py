@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from psgd.distributed import Shards
 from psgd.group import Group, Point
 from psgd.groups.padded import Padded
-from psgd.scope import Scope, Unit, extent, leaves, real
+from psgd.scope import Scope, Unit, extent, real
 
 Owner = Mapping[Tensor, int]
 """The rank that a parameter belongs to, among those that share it."""
@@ -35,36 +35,6 @@ def split_by(p: Tensor) -> tuple[Any, int] | None:
     if len(cuts) > 1 or not isinstance(cut, Shard) or type(cut) is not Shard:  # FSDP2 with tensor parallel: strided
         raise ValueError(f"PSGD needs DTensors that are split along one axis, got {p.placements}")
     return p.device_mesh.get_group(i), cut.dim
-
-
-def cost(group: Group | Padded, n: int) -> float:
-    """Return about how many operations a step on n entries takes: each of them meets a row of every matrix.
-
-    >>> import psgd
-    >>> cost(psgd.Diagonal(), 6), cost(psgd.kron()((2, 3)), 6)
-    (12.0, 18.0)
-    """
-    point = group.init(n, dtype=torch.float32, device=torch.device("meta"))
-    matrices = [t.shape[-1] for t in leaves(point) if t.ndim > 1 and t.shape[-1] == t.shape[-2]]
-    return float(n * (1 + (sum(matrices) or 1)))
-
-
-def assigned(costs: Sequence[Sequence[float]], world: int) -> list[list[int]]:
-    """Return an owner for each unit, so that their costs are about the same.
-
-    What comes in a later list does not change the owners of an earlier one: they hold its state already.
-
-    >>> assigned([[1, 3, 1, 1], [5]], 2)
-    [[1, 0, 1, 1], [0]]
-    """
-    loads, found = [0.0] * world, []
-    for some in costs:
-        owners = [0] * len(some)
-        for i in sorted(range(len(some)), key=lambda i: -some[i]):  # the largest first
-            owners[i] = loads.index(min(loads))
-            loads[owners[i]] += some[i]
-        found.append(owners)
-    return found
 
 
 class OwnedScope(Scope):

@@ -107,7 +107,7 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
     >>> costs.state == costs.adam + 4  # d and the momentum, and the step-size memory
     True
     """
-    found = _members(model, group, {"precond_prob": precond_prob, "momentum": momentum})
+    found = members_of(model, group, {"precond_prob": precond_prob, "momentum": momentum})
     options, names = {m.param: m.options for m in found}, {m.param: m.name for m in found}
     rows, prob = [], 0.0
     for scope in (s for s in together(found) if s.units):
@@ -144,7 +144,7 @@ def richest(params: Iterable[Tensor], memory_budget: float) -> Group:
     raise ValueError(f"memory_budget needs at least {least} bytes for these parameters, got {memory_budget:g}")
 
 
-def _members(model: Any, group: Any, options: ParamGroup) -> list[Member]:
+def members_of(model: Any, group: Any, options: ParamGroup) -> list[Member]:
     """List the trainable parameters with their options and names."""
     named: list[Any] = list(model.named_parameters() if isinstance(model, nn.Module) else model)
     if not named:

@@ -155,7 +155,7 @@ class Scope:
     """What the ranks that share the parameters agree by on whether all is finite."""
 
     def __init__(self, group: Group | Padded, units: Sequence[Unit], dtype: torch.dtype | None) -> None:
-        self._part = group
+        self.kind = group
         self.params = [p for unit in units for p in unit.params]
         self.device = self.params[0].device
         self.hold(units)
@@ -173,7 +173,7 @@ class Scope:
     def hold(self, units: Sequence[Unit]) -> None:
         """Take these units, those of them that this rank moves."""
         self.units = list(units)
-        self.group: Any = Blocks(units[0].n, self._part) if len(units) > 1 else self._part  # type: ignore[arg-type]
+        self.group: Any = Blocks(units[0].n, self.kind) if len(units) > 1 else self.kind  # type: ignore[arg-type]
         self.held = [p for unit in self.units for p in unit.params]
         self.n = sum(unit.n for unit in self.units)
         self.whole = sum(unit.whole for unit in self.units)
@@ -196,12 +196,12 @@ class Scope:
         except ValueError as e:
             raise ValueError(f"the state was saved for another group: {e}") from e
         slices = [[state[p].get("q", {}) for p in unit.params] for unit in self.units]
-        points = [u.gather(template, q, self._part) for u, q in zip(self.units, slices, strict=True)]
+        points = [u.gather(template, q, self.kind) for u, q in zip(self.units, slices, strict=True)]
         self.point = points[0] if len(points) == 1 else stacked(points)
         self._install(state)
 
     def _template(self) -> Point:
-        return self._part.init(self.units[0].n, dtype=self.dtype, device=torch.device("meta"))
+        return self.kind.init(self.units[0].n, dtype=self.dtype, device=torch.device("meta"))
 
     def intact(self, state: State, params: Sequence[Tensor]) -> bool:
         """Whether these are still the parameters, and the state still holds the views that were installed."""

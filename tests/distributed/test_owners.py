@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import psgd
 from psgd import PSGD, Diagonal, Regular, Triangular, XMat, kron, lra
-from psgd.owners import assigned, cost
+from psgd.arrangement import assigned, cost
 from psgd.scope import leaves
 
 EVEN = (6, 8, 8, 8, 3)  # torch's tensor parallelism wants widths that ranks divide
