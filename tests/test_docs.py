@@ -14,18 +14,26 @@ import psgd
 from psgd.demo import floats
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("make_groups_page", ROOT / "docs" / "make_groups_page.py")
-groups_page = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(groups_page)
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+groups_page, distributed_page = script("make_groups_page"), script("make_distributed_page")
 
 PAGES = [ROOT / "README.md", ROOT / "docs" / "groups.md", ROOT / "docs" / "kron.md"]
 ROWS = groups_page.ROWS.values()
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
-def test_the_page_is_not_stale():
-    written = (ROOT / "docs" / "groups.md").read_text(encoding="utf-8")
-    assert written == groups_page.page(), "run `./run python docs/make_groups_page.py`"
+@pytest.mark.parametrize("name, made", [("groups", groups_page), ("distributed", distributed_page)])
+def test_the_page_is_not_stale(name, made):
+    written = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert written == made.page(), f"run `./run python docs/make_{name}_page.py`"
 
 
 def test_every_public_group_has_a_row():
