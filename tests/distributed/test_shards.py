@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import psgd
@@ -103,9 +103,11 @@ def scenario(rank, world):
     found["columns"] = tensor_parallel(world, ColwiseParallel, Diagonal())
     found["rows"] = refused(lambda: tensor_parallel(world, RowwiseParallel, lra(2)))
     found["rows of weights"] = refused(lambda: tensor_parallel(world, RowwiseParallel, Diagonal(), weights=True))
+    found["partly whole"] = partly_whole(rank, world)
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         found["replicated"] = together(rank, world, *WAYS["lra"], mesh=mesh)
+        found["other ranks"] = refused(lambda: other_ranks(mesh))
     return found
 
 
@@ -145,6 +147,40 @@ def tensor_parallel(world, style, group, weights=False):
         p.requires_grad_(p.ndim > 1 or not weights)
     train(model, optimizer(model, group, curvature=psgd.whiten), *batch(0, 1))
     return whole(model)
+
+
+def by_layer(model):
+    """The last layer has a preconditioner of its own."""
+    *first, weight, bias = model.parameters()
+    options = {"lr": 0.1, "precond_prob": Regular(0.5, warmup=20), "seed": 3, "curvature": psgd.whiten}
+    return PSGD([{"params": first, "scope": "first"}, {"params": [weight, bias], "scope": "last"}], lra(2), **options)
+
+
+def partly_whole(rank, world):
+    """Train with a last layer that every rank has whole; a NaN in the part of one rank must not move it either."""
+    model = network()
+    for layer in model[:-1]:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    opt = by_layer(model)
+    train(model, opt, *batch(0, 1))
+    trained, last = whole(model), model[-1].weight
+    before = last.detach().clone()
+    (model(batch(0, 1)[0]) - 1).square().mean().backward()
+    if rank == 1:
+        model[0].weight.grad.to_local().view(-1)[0] = float("nan")
+    opt.step()
+    return {"params": trained, "kept": torch.equal(last, before), "skipped": opt.skipped}
+
+
+def other_ranks(mesh):
+    """Two tensors, one split over the rows of a grid of ranks, one over its columns."""
+    params = []
+    for placements in ([Shard(0), Replicate()], [Replicate(), Shard(0)]):
+        p = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, placements))
+        p.grad = distribute_tensor(torch.ones(4, 4), mesh, placements)
+        params.append({"params": [p], "scope": str(placements)})
+    PSGD(params, Diagonal()).step()
 
 
 def held(rank, world, group):
@@ -284,6 +320,20 @@ def test_all_skip_what_is_not_finite_on_one(found):
     for result in (r["spoiled"] for r in found):
         assert result["kept"] and result["skipped"] == 1 and result["moved"]
         assert all(torch.equal(a, b) for a, b in zip(result["params"], found[0]["spoiled"]["params"], strict=True))
+
+
+def test_what_is_whole_moves_with_what_is_sharded(found):
+    model = network()
+    train(model, by_layer(model), *batch(0, 1))
+    for result in (r["partly whole"] for r in found):
+        for mine, theirs in zip(result["params"], whole(model), strict=True):
+            assert (mine - theirs).abs().max() < 1e-5
+        assert result["kept"] and result["skipped"] == 1
+
+
+def test_sharded_over_other_ranks_is_refused(found):
+    if len(found) == 4:
+        assert all("same ranks" in result["other ranks"] for result in found)
 
 
 def test_tensor_parallel_by_columns(found):
