@@ -70,6 +70,9 @@ Which group you choose decides how the ranks share it:
 Other joint groups raise a `ValueError` that says what to take instead. `diagnostics()` and the `Adaptive` schedule want
 to see all of a preconditioner, and do so, too.
 
+On another number of ranks, `XMat` and `Butterfly` forget the pairs that were, and keep their sizes. DDP is taken to
+cover all ranks. FSDP2's offloading of parameters to the CPU has not been tried, nor has anything on GPUs.
+
 Tensor parallelism: joint groups work on what `ColwiseParallel` makes, rules on `RowwiseParallel`, too. A tensor that is
 split along two axes at once (FSDP2 over tensor parallelism) is refused.
 
@@ -84,7 +87,8 @@ parameters, state = get_state_dict(model, opt)
 dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=folder)
 ```
 
-With as many ranks as before, the steps go on bitwise; otherwise within 1e-5. A `torch.save` of one process loads as
+With as many ranks as before, the steps go on bitwise; otherwise within 1e-5 (not for `XMat` and `Butterfly`, whose
+pairs change). A `torch.save` of one process loads as
 well, by `opt.load_state_dict` on every rank. What only an owner holds is not part of `full_state_dict=True`, which
 collects DTensors alone: use distributed checkpoints with `kron()`.
 [examples/train_gpt.py](../examples/train_gpt.py) writes checkpoints that survive the death of a rank at any moment:
@@ -103,12 +107,12 @@ rank to sum b bytes, and of a vector that goes from all to its owners a rank sen
 | `Diagonal()` | 2n/R | 3 | 5 | – | – | 1, 2 |
 | `XMat()`, `Butterfly()` | 3n/R | 3 | 5 | – | – | 1, 2 |
 | `lra(r)` | (2r + 2)n/R | 2r + 3 | 2r² + 7r + 11 | – | – | 3, 6 |
-| a rule | n/R + factors it owns | 2 | 2 | 2n | 3n; 2n with `whiten_momentum` | 3, 3 |
+| a rule | n/R + factors it owns | 1 | 1 | 2n | 3n; 2n with `whiten_momentum` | 3, 3 |
 
 Updates by finite differences take one collective more, of one number; so do the first ten updates and, for `lra`, every
 tenth. A bound `max_norm` takes one more with a rule. While an owner moves its tensors, it holds m, h and P m of them
-whole: n/R numbers each, on average. All this is `psgd.share(model, group, ranks=R)`, which a test holds against the
-bytes that real ranks hold and send, to the byte.
+whole: n/R numbers each, on average. The table is `psgd.share(model, group, ranks=R)`, which a test holds against the
+bytes that real ranks hold and send: they are equal where the ranks divide the first dimension of every tensor.
 
 """
 

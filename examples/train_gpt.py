@@ -112,6 +112,8 @@ def main(argv: Sequence[str] | None = None, after: Callable[[int], None] = lambd
 def train(o: argparse.Namespace, after: Callable[[int], None]) -> None:
     """Make all steps that are left."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    if o.batch % world:
+        raise ValueError(f"--batch needs to be a multiple of the {world} ranks, got {o.batch}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     raw = o.text.read_text(encoding="utf-8")
     letters = {letter: i for i, letter in enumerate(sorted(set(raw)))}

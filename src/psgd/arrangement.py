@@ -171,7 +171,7 @@ def arrange(
         p = m.param
         if p in state and "scope" in state[p]:
             known.setdefault(int(state[p]["scope"]), []).append(m)
-        elif p.numel() and (p.requires_grad or p.grad is not None):
+        elif _needed(p):
             fresh.append(m)
     scopes = {number: cache[number] for number in known if number in cache}
     owner = owners(members(param_groups))
@@ -197,8 +197,13 @@ def arrange(
 def _unchanged(param_groups: list[ParamGroup], state: State, cache: dict[int, Scope]) -> bool:
     """Whether the scopes of the last step hold all parameters, and the state their views: so it is at most steps."""
     mine = {p: q for scope in cache.values() for p, q in scope.installed}
-    params = [p for pg in param_groups for p in pg["params"]]
+    params = [p for pg in param_groups for p in pg["params"] if _needed(p) or (p in state and "scope" in state[p])]
     return len(mine) == len(params) and all(p in mine and p in state and state[p].get("q") is mine[p] for p in params)
+
+
+def _needed(p: Tensor) -> bool:
+    """Whether a parameter is to be moved, so that it needs a preconditioner."""
+    return bool(p.numel()) and (p.requires_grad or p.grad is not None)
 
 
 def _create(scope: Scope, state: State, number: int, options: dict[Tensor, ParamGroup]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from psgd.across import sharded
-from psgd.evaluation import PARTIAL, Evaluation, Gradients, Intercept, squares, total
+from psgd.evaluation import PARTIAL, Evaluation, Gradients, Intercept, total
 from psgd.scope import real
 
 Memory = dict[str, Any]
@@ -179,8 +179,12 @@ class Automatic(Curvature):
     def _demand_repeatable(evaluation: Evaluation, v: Sequence[Tensor], difference: Gradients) -> None:
         """Raise if the closure has another gradient at the same θ, as one that draws its own batch."""
         noise = evaluation.difference([torch.zeros_like(t) for t in v])
+        found = [norm(t) ** 2 for t in (noise, difference, evaluation.gradient)]
+        if any(map(sharded, evaluation.params)):
+            found = total(torch.tensor(found, dtype=torch.float64), evaluation.params).tolist()
+        noise_, difference_, gradient = map(math.sqrt, found)
         # two draws may be alike by chance: they are, besides, held against the gradient, which should not change
-        if not norm(noise) <= min(0.1 * norm(difference), norm(evaluation.gradient)):
+        if not noise_ <= min(0.1 * difference_, gradient):
             raise RuntimeError("the closure returns another gradient when it is called again")
 
     @staticmethod
@@ -245,8 +249,8 @@ def consult(seen: Intercept) -> None:
     if parallel() and seen.params:
         flags = torch.tensor([bool(seen.error), bool(seen.suspects), bool(seen.partial)], dtype=torch.float64)
         if any(map(sharded, seen.params)):  # what a difference will ask for travels with them
-            flags = total(torch.cat((flags, squares(seen.params)[None])), seen.params)
-            seen.squares = flags[3]
+            flags = total(torch.cat((flags.to(seen.params[0].device), seen.asked())), seen.params)
+            seen.answered = flags[3:]
         else:
             flags = flags.to(seen.params[0].device, torch.float32)
             torch.distributed.all_reduce(flags)
@@ -261,13 +265,14 @@ def average(h: Gradients, params: Sequence[Tensor]) -> Gradients:
     if not parallel():
         return h
     everywhere = [torch.zeros_like(p) if t is None else t for t, p in zip(h, params, strict=True)]
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for t in map(real, everywhere):
-        alike.setdefault((t.dtype, t.device), []).append(t)
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, t in enumerate(everywhere):
+        alike.setdefault((t.dtype, t.device), []).append(i)
+    found: Gradients = [None] * len(everywhere)
     for some in alike.values():
-        flat = torch.cat([t.reshape(-1) for t in some])
+        flat = torch.cat([everywhere[i].reshape(-1) for i in some])
         torch.distributed.all_reduce(flat)
         flat /= torch.distributed.get_world_size()
-        for t, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
-            t.copy_(part.view(t.shape))
-    return list(everywhere)
+        for i, part in zip(some, flat.split([everywhere[i].numel() for i in some]), strict=True):
+            found[i] = part.view(everywhere[i].shape)  # in new memory: all entries of h may be one number
+    return found

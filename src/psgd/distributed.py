@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from psgd.groups.involution import Involution
 from psgd.groups.low_rank import LowRank
 from psgd.groups.padded import Padded
 from psgd.groups.product import Product
+from psgd.linalg import lift
 from psgd.scope import Fit, Scope, Unit, leaves
 
 
@@ -66,6 +68,15 @@ def places(p: Tensor) -> list[tuple[int, int]]:
     return [(int(mine[0]) * row, (int(mine[-1]) + 1) * row)] if len(mine) else []
 
 
+@dataclass
+class Board:
+    """What ranks tell each other in a step: whether anything is not finite, and where there is any curvature."""
+
+    flags: Tensor | None = None
+    bad: bool = False
+    curved: list[bool] = field(default_factory=list)
+
+
 class Shards(Across):
     """Sums over the ranks that hold parts of the same vector.
 
@@ -74,22 +85,26 @@ class Shards(Across):
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self.groups = list(groups)
-        self._flags: Tensor | None = None
-        self._bad, self._curved = False, True
+        self._board, self._place = Board(), 0
 
-    def watch(self, bad: Tensor, curved: Tensor) -> None:
-        """Tell the others whether something is not finite here, and whether there is any curvature."""
-        self._flags = torch.stack((bad, curved)).to(torch.float32)
+    def join(self, others: Sequence[Shards]) -> None:
+        """Share one board: what one of us learns holds for all."""
+        for i, one in enumerate((self, *others)):
+            one._board, one._place = self._board, i
+
+    def watch(self, bad: Tensor, curved: Sequence[Tensor]) -> None:
+        """Tell the others whether something is not finite here, and whether there is any curvature, for each joined."""
+        self._board.flags = torch.stack((bad, *curved)).to(torch.float32)
 
     @property
     def ok(self) -> bool:
         self._settle()
-        return not self._bad
+        return not self._board.bad
 
     @property
     def curved(self) -> bool:
         self._settle()
-        return self._curved and not self._bad
+        return self._board.curved[self._place] and not self._board.bad
 
     def sum(self, *parts: Tensor) -> tuple[Tensor, ...]:
         return self._reduced(parts, dist.ReduceOp.SUM)
@@ -98,11 +113,11 @@ class Shards(Across):
         return self._reduced(parts, dist.ReduceOp.MAX)
 
     def _settle(self) -> None:
-        if self._flags is not None:
+        if self._board.flags is not None:
             self._reduced((), dist.ReduceOp.SUM)
 
     def _reduced(self, parts: Sequence[Tensor], op: Any) -> tuple[Tensor, ...]:
-        flags, self._flags = self._flags, None
+        flags, self._board.flags = self._board.flags, None
         everything = [*parts] if flags is None else [flags.to(parts[0]) if parts else flags, *parts]
         flat = torch.cat([t.reshape(-1) for t in everything])
         if op == dist.ReduceOp.MAX:  # which may lose a NaN
@@ -111,9 +126,31 @@ class Shards(Across):
             dist.all_reduce(flat, op, group=group)
         found = list(flat.split([t.numel() for t in everything]))
         if flags is not None:
-            bad, curved = found.pop(0).tolist()
-            self._bad, self._curved = bad > 0, curved > 0
+            bad, *curved = found.pop(0).tolist()
+            self._board.bad, self._board.curved = bad > 0, [t > 0 for t in curved]
         return tuple(t.view(part.shape) for t, part in zip(found, parts, strict=True))
+
+
+def demand_real(params: Sequence[Tensor]) -> None:
+    """Raise if any parameter is complex."""
+    if any(p.is_complex() for p in params):
+        raise ValueError("sharded parameters (FSDP2, DTensor) need to be real, got complex ones")
+
+
+def summed(t: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Return the sum of t over all ranks that these parameters, some of them sharded, are on; replicas count, too."""
+    mesh = next(p.device_mesh for p in params if isinstance(p, DTensor))
+    t = t.to(params[0].device)
+    for i in range(mesh.ndim):
+        dist.all_reduce(t, group=mesh.get_group(i))
+    return t
+
+
+def copies(p: Tensor, params: Sequence[Tensor]) -> int:
+    """Return on how many of these ranks this rank's part of p is."""
+    mesh = next(q.device_mesh for q in params if isinstance(q, DTensor))
+    cut = [mesh.size(i) for i, s in enumerate(p.placements) if isinstance(s, Shard)] if isinstance(p, DTensor) else []
+    return mesh.size() // math.prod(cut)
 
 
 def across(params: Sequence[Tensor], group: object = "a preconditioner") -> Shards:
@@ -141,6 +178,7 @@ class ShardedScope(Scope):
                 "sharded parameters (FSDP2, DTensor) need Diagonal(), XMat(), Butterfly() or lra(r) for all together, "
                 f"or a rule for each, such as kron(), got {group}"
             )
+        demand_real(self.params)
         self.across = self.shards = across(self.params, group)
 
     def _start(self, scale: float, rng: torch.Generator) -> Point:
@@ -160,7 +198,14 @@ class ShardedScope(Scope):
             return uvd.precondition(self.point, x, self.across)
         return self.group.precondition(self.point, x)
 
+    @property
+    def parts(self) -> int:
+        ranks: int = math.prod([dist.get_world_size(group) for group in self.across.groups])  # type: ignore
+        return ranks
+
     def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        if not self._low_rank:  # whose own form does it
+            point, v, h = {k: lift(t) for k, t in point.items()}, lift(v), lift(h)
         return self.group.fitted(point, v, h, how._replace(out=point, across=self.across))
 
     def balanced(self, point: Point) -> Point:

@@ -60,8 +60,8 @@ class Intercept(TorchFunctionMode):
         self.called, self.error = False, ""
         self.partial = ""
         self.suspects: set[str] = set()
-        self.autocast: torch.dtype | None = None
-        self.squares: Tensor | None = None  # ‖θ‖², if the ranks have told each other
+        self.coarse: set[torch.dtype] = set()  # of few digits, in which something is computed
+        self.answered: Tensor | None = None  # what was asked, if the ranks have told each other
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run func; before a backward pass, take the Hessian product."""
@@ -72,9 +72,17 @@ class Intercept(TorchFunctionMode):
             self.called = True
             if self.v and not self.error:
                 self._take(*args, **{k: kwargs[k] for k in ("gradient", "grad_tensors") if k in kwargs})
-        elif self.autocast is None and self.params and torch.is_autocast_enabled(self.params[0].device.type):
-            self.autocast = torch.get_autocast_dtype(self.params[0].device.type)
+        elif self.params:
+            if torch.is_autocast_enabled(self.params[0].device.type):
+                self.coarse.add(torch.get_autocast_dtype(self.params[0].device.type))
+            # FSDP2 hands out weights in another dtype than their own
+            self.coarse |= {t.dtype for t in args if isinstance(t, Tensor) and t.dtype in COARSE and t.requires_grad}
         return func(*args, **kwargs)
+
+    def asked(self) -> Tensor:
+        """Return what ranks with parts of the parameters sum for a difference: ‖θ‖², and which dtypes were met."""
+        met = torch.tensor([dtype in self.coarse for dtype in COARSE], dtype=torch.float64)
+        return torch.cat((squares(self.params)[None], met.to(self.params[0].device)))
 
     def _take(self, loss: Any, gradient: Any = None, *_: Any, grad_tensors: Any = None, retain: bool = True) -> None:
         outputs = [loss] if isinstance(loss, Tensor) else list(loss)
@@ -99,6 +107,8 @@ class Intercept(TorchFunctionMode):
         except (RuntimeError, NotImplementedError) as e:
             self.error = str(e).strip().splitlines()[0]
 
+
+COARSE = (torch.bfloat16, torch.float16)
 
 PARTIAL = (
     "gradients were accumulated before, outside of opt.step(closure) and opt.curvature(), so that the product "
@@ -208,13 +218,13 @@ class Evaluation:
 
     def _epsilon(self) -> Tensor:
         """√(machine ε of the dtype that computes) · rms(θ), the balance of rounding and truncation."""
-        dtypes = [p.dtype for p in self.params] + ([self.seen.autocast] if self.seen.autocast else [])
-        machine = max(torch.finfo(dtype).eps for dtype in dtypes)
-        found = self.seen.squares
-        if found is None:
-            found = squares(self.params)
-            found = total(found, self.params) if any(map(sharded, self.params)) else found
-        rms = (found / max(1, sum(p.numel() for p in self.params))) ** 0.5
+        coarse, found = self.seen.coarse, self.seen.answered
+        if any(map(sharded, self.params)):  # ranks must agree
+            found = total(self.seen.asked(), self.params) if found is None else found
+            coarse = {dtype for dtype, met in zip(COARSE, found[1:].tolist(), strict=True) if met}
+        machine = max(torch.finfo(dtype).eps for dtype in (*coarse, *(p.dtype for p in self.params)))
+        square = squares(self.params) if found is None else found[0]
+        rms = (square / max(1, sum(p.numel() for p in self.params))) ** 0.5
         return math.sqrt(machine) * torch.as_tensor(rms).clamp_min(0.03).float()  # zero-initialized weights: a floor
 
     def _call(self) -> None:
@@ -267,15 +277,21 @@ class Evaluation:
 
 
 def squares(params: Sequence[Tensor]) -> Tensor:
-    """‖θ‖² of this rank's parts, on the CPU."""
-    return torch.stack([local(p.detach()).abs().double().square().sum().cpu() for p in params]).sum()
+    """‖θ‖², or this rank's share of it, where parameters are sharded: a part that is on k ranks counts 1/k."""
+    place, shares = params[0].device, [1] * len(params)
+    if any(map(sharded, params)):
+        from psgd.distributed import copies
+
+        shares = [copies(p, params) for p in params]
+    parts = (local(p.detach()).abs().double().square().sum() / k for p, k in zip(params, shares, strict=True))
+    return torch.stack([t.to(place) for t in parts]).sum()
 
 
 def total(t: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Return the sum of t over the ranks that hold parts of the same parameters."""
-    from psgd.distributed import across
+    """Return the sum of t over the ranks that these parameters are on."""
+    from psgd.distributed import summed
 
-    return across(params).sum(t)[0]
+    return summed(t, params)
 
 
 def _distributed() -> bool:

@@ -23,6 +23,7 @@ from psgd.curvature import (
     average,
     finite_difference,
     hessian,
+    parallel,
     say,
     whiten,
     whiten_momentum,
@@ -262,8 +263,9 @@ class PSGD(Optimizer):
             everything = self._scopes()
             scopes = [s for s in everything if any(p in grads for p in s.params)]
             products = [t for t in (h or {}).values() if t is not None]
-            ok = finite([*grads.values(), *products], out)
-            shards = self._shards(scopes, ok, list(grads.values()) if h is None else products)
+            told = not parallel() or any(s.shards is not ALONE for s in scopes)  # else ranks have losses of their own
+            ok = finite([*grads.values(), *products], out if told else None)
+            shards = self._shards(scopes, ok, grads if h is None else h)
             fitting = due and self._decide(h)
             sure = ok.device.type == "cpu" and shards is ALONE  # where it costs nothing to look
             if shards is not ALONE and any(s.across is ALONE for s in scopes):  # what is whole cannot wait
@@ -329,7 +331,8 @@ class PSGD(Optimizer):
         if pair is None:
             return m | exchange.gather(m)[0], None
         v, h, fit = pair
-        some = [m] if h is m else [m, h]  # nothing travels twice
+        same = all(h.get(p) is m.get(p) for p in exchange.params)  # nothing travels twice
+        some = [m] if same else [m, h]
         wholes = exchange.gather(*some)
         looked_at = [p for p in exchange.mine if p in v]
         probes = dict(zip(looked_at, self._probes(looked_at, whole=True), strict=True))
@@ -356,9 +359,9 @@ class PSGD(Optimizer):
         self._count_skip(scope, ok, sure=False)
         self._count(fitted=fitting)
 
-    def _shards(self, scopes: Sequence[Scope], ok: Tensor, pair: Sequence[Tensor]) -> Across:
-        """Return what the scopes exchange sums by, having told it what is not finite here."""
-        found = [scope for scope in scopes if scope.shards is not ALONE]
+    def _shards(self, scopes: Sequence[Scope], ok: Tensor, h: dict[Tensor, Any]) -> Across:
+        """Return what the scopes exchange sums by, having told it what is not finite here, and where h is not zero."""
+        found = sorted((s for s in scopes if s.shards is not ALONE), key=lambda s: s.across is ALONE)
         if not found:
             return ALONE
         if isinstance(schedule(self.param_groups[0]), Adaptive):
@@ -366,13 +369,16 @@ class PSGD(Optimizer):
                 "sharded parameters (FSDP2, DTensor) need another schedule than Adaptive: ranks would differ"
             )
         shards: Any = found[0].shards
-        for scope in found[1:]:
-            if scope.shards.groups != shards.groups:  # type: ignore[attr-defined]
-                raise ValueError("sharded parameters (DTensor) need to be sharded over the same ranks, got others")
-            if scope.across is scope.shards:
-                scope.across = shards
-            scope.shards = shards  # one for all: what it learns holds for all
-        shards.watch(~ok, torch.stack([t.any() for t in pair]).any() if pair else ok.new_ones(()))
+        if any(scope.shards.groups != shards.groups for scope in found):  # type: ignore[attr-defined]
+            raise ValueError("sharded parameters (DTensor) need to be sharded over the same ranks, got others")
+        shards.join([scope.shards for scope in found[1:]])
+        momenta = self.param_groups[0]["curvature"] == whiten_momentum
+        curved = []
+        for scope in (scope for scope in found if scope.across is not ALONE):  # owners look for themselves
+            pair = [h[p] for p in scope.params if h.get(p) is not None]
+            pair += [local(self.state[p]["momentum"]) for p in scope.params if momenta and "momentum" in self.state[p]]
+            curved.append(torch.stack([ok.new_zeros(()), *(t.any() for t in pair)]).any())
+        shards.watch(~ok, curved)
         return shards
 
     def _count_skip(self, scope: Scope, ok: Tensor, sure: bool) -> None:

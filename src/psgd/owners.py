@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from psgd.distributed import Shards
+from psgd.distributed import Shards, demand_real
 from psgd.group import Group, Point
 from psgd.groups.padded import Padded
 from psgd.scope import Scope, Unit, extent, real
@@ -42,6 +42,7 @@ class OwnedScope(Scope):
 
     def __init__(self, group: Group | Padded, units: Sequence[Unit], dtype: torch.dtype | None, owner: Owner) -> None:
         super().__init__(group, units, dtype)
+        demand_real(self.params)
         self.ranks = sharing(self.params)
         self.shards = Shards([self.ranks])
         self.owner = {p: owner[p] for p in self.params}
@@ -56,7 +57,7 @@ def sharing(params: Sequence[Tensor]) -> Any:
     """Return the ranks that share all of these parameters."""
     groups = [found[0] for p in params if (found := split_by(p))]
     if len(groups) < len(params) or len(set(groups)) > 1:
-        raise ValueError("tensors of one shape, and a weight with its bias, need to be split over the same ranks")
+        raise ValueError("sharded tensors with a rule of their own need to be split over the same ranks, got others")
     return groups[0]
 
 
@@ -110,7 +111,8 @@ class Exchange:
 
     def _travel(self, to: list[list[Tensor]], like: list[list[Tensor]]) -> list[list[Tensor]]:
         """Send some tensors to each rank, and return what came from each, which has the shapes of `like`."""
-        sent = torch.cat([t.reshape(-1) for some in to for t in some])
+        nothing = torch.empty(0, dtype=self.dtype, device=self.params[0].device)  # all there is, where a rank owns none
+        sent = torch.cat([nothing, *(t.reshape(-1) for some in to for t in some)])
         sizes = [sum(t.numel() for t in some) for some in like]
         got = torch.empty(sum(sizes), dtype=self.dtype, device=sent.device)
         dist.all_to_all_single(got, sent, sizes, [sum(t.numel() for t in some) for some in to], group=self.ranks)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from psgd.across import local
 from psgd.arrangement import Member, together
 from psgd.group import Group
 from psgd.groups.diagonal import Diagonal, Scalar
@@ -110,18 +111,18 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
     found = members_of(model, group, {"precond_prob": precond_prob, "momentum": momentum})
     options, names = {m.param: m.options for m in found}, {m.param: m.name for m in found}
     rows, prob = [], 0.0
-    for scope in (s for s in together(found) if s.units):
+    for scope in together(found):
         pg, chosen = options[scope.params[0]], scope.group
         prob = sum(schedule(pg).due(t, 0) for t in range(10_000)) / 10_000
-        point = chosen.init(scope.n, dtype=scope.dtype, device=torch.device("meta"))
+        point = chosen.init(scope.n, dtype=scope.dtype, device=torch.device("meta")) if scope.units else {}
         state = sum(t.numel() * t.element_size() for t in leaves(point))
         if pg["momentum"]:
-            state += sum(real(p).numel() * scope.wide(p).itemsize for p in scope.params)
-        adam = 2 * sum(p.numel() * p.element_size() for p in scope.params)
+            state += sum(real(local(p)).numel() * scope.wide(p).itemsize for p in scope.params)
+        adam = 2 * sum(local(p).numel() * p.element_size() for p in scope.params)
         first = names[scope.params[0]]
         x = torch.empty(scope.n, dtype=scope.dtype, device="meta")
-        fit = _operations(functools.partial(chosen.fit, point, x, x))
-        precondition = _operations(functools.partial(chosen.precondition, point, x))
+        fit = _operations(functools.partial(chosen.fit, point, x, x)) if point else 0.0
+        precondition = _operations(functools.partial(chosen.precondition, point, x)) if point else 0.0
         name = first if len(scope.params) == 1 else f"{len(scope.params)} tensors"
         if len(scope.units) > 1:
             name = f"{first} and {len(scope.units) - 1} alike"

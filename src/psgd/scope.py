@@ -20,6 +20,7 @@ from torch import Tensor
 from psgd.across import ALONE, Across, local, sharded, taken
 from psgd.group import Group, How, Point
 from psgd.groups.blocks import Blocks
+from psgd.groups.involution import Involution
 from psgd.groups.padded import Padded
 from psgd.probes import generator, mix, normal_like
 
@@ -178,6 +179,11 @@ class Scope:
         self.n = sum(unit.n for unit in self.units)
         self.whole = sum(unit.whole for unit in self.units)
 
+    @property
+    def parts(self) -> int:
+        """Over how many ranks a unit is cut."""
+        return 1
+
     # --- storage
 
     def create(self, state: State, scale: float, seed: int, index: int) -> None:
@@ -198,6 +204,11 @@ class Scope:
         slices = [[state[p].get("q", {}) for p in unit.params] for unit in self.units]
         points = [u.gather(template, q, self.kind) for u, q in zip(self.units, slices, strict=True)]
         self.point = points[0] if len(points) == 1 else stacked(points)
+        if isinstance(self.kind, Involution) and int(state[self.params[0]].get("parts", 1)) != self.parts:
+            # entries have other partners now: forget the old ones, but keep the size of their rows
+            a, b = self.point["a"], self.point["b"]
+            a.copy_(torch.hypot(a, b))
+            b.zero_()
         self._install(state)
 
     def _template(self) -> Point:
@@ -216,6 +227,12 @@ class Scope:
         for p, q in self.installed:
             state[p]["q"] = q
         exact = torch.promote_types(self.dtype, torch.float32)
+        firsts = {unit.params[0] for unit in self.units}
+        for p in self.params:
+            for key in SCALE if p not in firsts else ():
+                state[p].pop(key, None)  # a copy that nobody moves would get into checkpoints
+        if isinstance(self.kind, Involution):
+            state[self.params[0]]["parts"] = torch.tensor(float(self.parts))
         for key in SCALE if self.units else ():
             known = [state[unit.params[0]].get(key, 0.0) for unit in self.units]
             values = [torch.as_tensor(t, dtype=exact, device=self.device) for t in known]

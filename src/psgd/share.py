@@ -12,6 +12,8 @@ from psgd.group import Group, Point
 from psgd.groups.diagonal import Diagonal
 from psgd.groups.involution import Involution
 from psgd.groups.low_rank import LowRank
+from psgd.groups.named import lra
+from psgd.groups.padded import Padded
 from psgd.groups.product import Product
 from psgd.plan import members_of
 from psgd.scope import Scope, leaves
@@ -35,7 +37,7 @@ class Share:
     model: float
 
 
-def share(model: Any, group: Any, *, ranks: int) -> Share:
+def share(model: Any, group: Any = None, *, ranks: int) -> Share:
     """Say what each rank will hold and send if a model, or its parameters, are sharded by FSDP2.
 
     A sum of b bytes over R ranks sends 2b(R−1)/R from each of them, as a ring does; a tensor of b bytes whose parts
@@ -47,24 +49,26 @@ def share(model: Any, group: Any, *, ranks: int) -> Share:
     """
     if ranks < 1:
         raise ValueError(f"share needs at least one rank, got {ranks}")
+    group = lra(10) if group is None else group
     scopes = together(members_of(model, group, {"precond_prob": 0.1, "momentum": 0.9}))
     n, width = sum(scope.n for scope in scopes), max(scope.dtype.itemsize for scope in scopes)
     others = (ranks - 1) / ranks
     part = width * others * n / ranks  # what a rank sends of a vector of which every tensor gets to its owner
     averaged = sum(scope.wide(p).itemsize * p.numel() for scope in scopes for p in scope.params) / ranks
-    if isinstance(group, Group):
+    if isinstance(group, (Group, Padded)):
         numbers, numbers_due, calls, calls_due = _sums(group)
         held = _held(_point(scopes[0], n), n, ranks)
         sent, sent_due = (2 * width * others * k for k in (numbers, numbers_due))
     else:
         calls, calls_due = 3, 3
         held = max(_owned(scopes, ranks))
-        flags = 2 * 4 * others * 2
+        flags = 2 * 4 * others  # one number: is anything not finite
         sent, sent_due = flags + 2 * part, flags + 3 * part
-    return Share(ranks, held + averaged, sent, sent_due, calls, calls_due, 3 * width * others * n)
+    model_bytes = sum(p.numel() * p.element_size() for scope in scopes for p in scope.params)
+    return Share(ranks, held + averaged, sent, sent_due, calls, calls_due, 3 * others * model_bytes)
 
 
-def _sums(group: Group) -> tuple[int, int, int, int]:
+def _sums(group: Group | Padded) -> tuple[int, int, int, int]:
     """Return how many numbers, and in how many collectives, ranks sum without an update of Q, and with one.
 
     With either go two flags (is anything not finite, is there any curvature) and the norm of P m.

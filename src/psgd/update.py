@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from psgd.across import ALONE, Across, local
-from psgd.curvature import parallel
 from psgd.group import How
+from psgd.linalg import lift
 from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
 from psgd.schedule import Adaptive
@@ -186,7 +186,7 @@ def _norms(scopes: Sequence[Scope], directions: Sequence[Tensor]) -> list[Tensor
     ]
     parted = [i for i, scope in enumerate(scopes) if scope.across is not ALONE]
     if parted:
-        sums = scopes[parted[0]].across.sum(*(found[i].square() for i in parted))
+        sums = scopes[parted[0]].across.sum(*(lift(found[i]).square() for i in parted))
         for i, t in zip(parted, sums, strict=True):
             found[i] = t.sqrt()
     return found
@@ -213,14 +213,14 @@ def finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
     """Whether gradients, products and the loss are finite."""
     parts = [real(t) for t in tensors]
     loss = out[0] if isinstance(out, (tuple, list)) and out else out
-    if isinstance(loss, (float, Tensor)) and not parallel():  # ranks have losses of their own, but act as one
+    if isinstance(loss, (float, Tensor)):
         parts.append(torch.as_tensor(loss).detach())
     place = parts[0].device
     if all(t.device.type == "cpu" for t in parts):  # the sum tells, unless finite numbers overflow in it
         if all(math.isfinite(t.sum()) for t in parts):
             return torch.ones((), dtype=torch.bool)
     ends = [end.isfinite() for t in parts if t.numel() for end in (t.amax(), t.amin())]
-    return torch.stack([t.to(place) for t in ends]).all()
+    return torch.stack([torch.ones((), dtype=torch.bool, device=place), *(t.to(place) for t in ends)]).all()
 
 
 def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
     count = scope.units[0].whole
     moment, spread = (fourth / count).pow(0.25), (second / count).sqrt()  # the fourth: heavy tails count
     level = (most * moment / torch.where(spread > 0, spread, 1.0)).to(scope.scale["level"])
-    ok = ok & scope.across.curved & (scope.scale["pairs"] < _SCALE_PAIRS)
+    ok = ok & scope.across.curved & (level > 0) & (scope.scale["pairs"] < _SCALE_PAIRS)
     old = scope.scale["level"].clone()
     scope.scale["level"].copy_(torch.where(ok, torch.maximum(old, level), old))
     scope.scale["pairs"].add_(ok)

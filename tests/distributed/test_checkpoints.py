@@ -10,7 +10,7 @@ from test_shards import batch, network, optimizer, shard, train, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import psgd
-from psgd import Diagonal, kron, lra
+from psgd import Diagonal, XMat, kron, lra
 
 GROUPS = {"diagonal": Diagonal(), "lra": lra(3), "kron": kron()}
 BEFORE, AFTER = 14, 10
@@ -91,6 +91,29 @@ def test_the_trajectory_goes_on(saved, loaded, name):
             assert (mine - theirs).abs().max() < 1e-5
             if len(loaded) == len(saved):
                 assert torch.equal(mine, theirs)
+
+
+def pairs(rank, world, folder, saved_on):
+    """Load XMat's pairs; return whether a part of them is left, and whether training goes on."""
+    model, make = fresh(XMat())
+    model = shard(model)
+    opt = make(model)
+    parameters, state = get_state_dict(model, opt)
+    everything = {"model": parameters, "optimizer": state}
+    dcp.load(everything, checkpoint_id=f"{folder}/xmat-{saved_on}")
+    set_state_dict(model, opt, model_state_dict=everything["model"], optim_state_dict=everything["optimizer"])
+    left = any(bool(opt.state[p]["q"]["b"].to_local().any()) for p in model.parameters())
+    train(model, opt, *batch(rank, world), steps=AFTER)
+    return {"left": left, "finite": all(t.isfinite().all() for t in whole(model))}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_pairs_are_forgotten_where_entries_get_other_partners(tmp_path_factory, folder, world):
+    name = functools.partial(saving, folder=folder, groups={"xmat": XMat()})
+    ranks(tmp_path_factory, 4, name, "saving-pairs")
+    load = functools.partial(pairs, folder=folder, saved_on=4)
+    found = ranks(tmp_path_factory, world, load, "loading-pairs")
+    assert any(result["left"] for result in found) == (world == 4) and all(result["finite"] for result in found)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import torch
 from cluster import ranks
 from test_shards import batch, network, whole
 from torch import distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import psgd
@@ -67,6 +68,7 @@ def parallel(rank, world, dtype, ddp=None, bound=None, **how):
 def scenario(rank, world):
     found = {(name, dtype): parallel(rank, world, dtype, **way) for name, way in WAYS.items() for dtype in BOUNDS}
     found["count"] = count(rank, world)
+    found["one number"] = one_number(rank, world)
     return found
 
 
@@ -88,6 +90,26 @@ def count(rank, world):
     finally:
         dist.all_reduce = reduce
     return calls
+
+
+def one_number(rank, world):
+    """A product of which all entries are one number in memory."""
+    model = Sum()
+    opt = PSGD(model.parameters(), Diagonal(), lr=0.01, curvature=psgd.hessian, precond_prob=1.0)
+    wrapped = DDP(model)
+    for _ in range(3):
+        opt.zero_grad()
+        loss = opt.step(lambda: wrapped(torch.ones(())))
+    return float(loss)
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (self.w.sum() * x).square()
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -120,6 +142,10 @@ def test_ranks_stay_bitwise_equal(found, name, dtype):
     for result in found:
         assert all(map(torch.equal, result[name, dtype]["params"], found[0][name, dtype]["params"]))
         assert result[name, dtype]["source"] == found[0][name, dtype]["source"]
+
+
+def test_products_that_are_one_number(found):
+    assert all(0 < result["one number"] < 16 for result in found)
 
 
 def test_products_are_averaged_in_one_exchange(found):

@@ -87,9 +87,16 @@ def scenario(rank, world):
     found["count"] = {name: count(rank, world, *WAYS[name]) for name in ("whitening", "momentum")}
     found["spoiled"] = spoiled(rank, world)
     found["by rows and columns"] = tensor_parallel(world, kron())
+    found["few"] = few(rank, world)
+    found["automatic"] = tensor_parallel(world, kron(), curvature=psgd.automatic)
+    found["loaded"] = loaded(rank, world)
     found["on a grid"] = refused(lambda: on_a_grid(world))
     model = shard(network())
-    found["plan"] = plain(model, kron()).plan().state
+    opt = plain(model, kron(), curvature=psgd.whiten)
+    said = opt.plan().state
+    train(model, opt, *batch(rank, world), steps=1)
+    momenta = sum(opt.state[p]["momentum"].to_local().numel() * 4 for p in model.parameters())
+    found["plan"] = said, sum(held(opt)) + momenta
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         found["replicated"] = together(rank, world, *WAYS["whitening"], mesh=mesh)
@@ -149,12 +156,34 @@ def spoiled(rank, world):
     return {"kept": kept, "skipped": skipped, "params": whole(model)}
 
 
-def tensor_parallel(world, group):
+def few(rank, world):
+    """Fewer tensors than ranks: some own none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3, bias=False))
+    model = shard(model) if world > 1 else model
+    train(model, plain(model, kron(), curvature=psgd.whiten, max_norm=0.5), *batch(rank, world))
+    return whole(model)
+
+
+def loaded(rank, world):
+    """Load what one process has saved in its first updates; return whether copies that nobody moves are left."""
+    one = network(widths=WIDE)
+    saved = plain(one, kron(), curvature=psgd.whiten, precond_prob=1.0)
+    train(one, saved, *batch(0, 1), steps=2)
+    model = shard(network(widths=WIDE))
+    opt = plain(model, kron(), curvature=psgd.whiten, precond_prob=1.0)
+    opt.load_state_dict(saved.state_dict())
+    train(model, opt, *batch(rank, world), steps=1)
+    params = list(model.parameters())
+    return {"level": ["level" in opt.state[p] for p in params], "q": [bool(opt.state[p]["q"]) for p in params]}
+
+
+def tensor_parallel(world, group, curvature=psgd.whiten):
     """Train with layers that are split by columns and by rows in turn; every rank has the whole batch."""
     model, styles = network(widths=EVEN), (ColwiseParallel(), RowwiseParallel())
     layers = [str(i) for i, m in enumerate(model) if isinstance(m, nn.Linear)]
     parallelize_module(model, init_device_mesh("cpu", (world,)), dict(zip(layers, styles * 2, strict=True)))
-    train(model, plain(model, group, curvature=psgd.whiten), *batch(0, 1))
+    train(model, plain(model, group, curvature=curvature), *batch(0, 1))
     return whole(model)
 
 
@@ -169,6 +198,11 @@ def on_a_grid(world):
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request, tmp_path_factory):
     return ranks(tmp_path_factory, request.param, scenario, "owners")
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return ranks(tmp_path_factory, 4, scenario, "owners")
 
 
 @functools.cache
@@ -230,10 +264,9 @@ def test_all_skip_what_is_not_finite_on_one(found):
         assert all(map(torch.equal, result["params"], found[0]["spoiled"]["params"]))
 
 
-def test_replicas_of_shards(found):
-    if len(found) == 4:
-        for result in found:
-            assert near(result["replicated"]["params"], expected("whitening")[0])
+def test_replicas_of_shards(four):
+    for result in four:
+        assert near(result["replicated"]["params"], expected("whitening")[0])
 
 
 def test_tensor_parallel_by_rows_and_columns(found):
@@ -248,8 +281,27 @@ def test_a_grid_is_refused(found):
 
 
 def test_the_plan_is_of_what_this_rank_holds(found):
-    everything = plain(network(), kron()).plan().state
-    assert all(0 < result["plan"] < everything for result in found)
+    for result in found:
+        said, held = result["plan"]
+        assert said == held > 0
+
+
+def test_more_ranks_than_tensors(found):
+    for result in found:
+        assert near(result["few"], few(0, 1))
+
+
+def test_finite_differences_of_tensors_that_are_split_in_several_ways(found):
+    start = whole(network(widths=EVEN))
+    for result in found:
+        assert all(t.isfinite().all() for t in result["automatic"]) and not near(result["automatic"], start)
+        assert all(map(torch.equal, result["automatic"], found[0]["automatic"]))
+
+
+def test_only_owners_keep_what_the_scale_is_found_from(found):
+    for result in (r["loaded"] for r in found):
+        assert result["level"] == result["q"]
+    assert all(sum(each) == 1 for each in zip(*(r["loaded"]["q"] for r in found), strict=True))
 
 
 @pytest.mark.parametrize("world", [2, 4, 8, 64])

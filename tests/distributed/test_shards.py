@@ -15,9 +15,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import psgd
-from psgd import PSGD, Adaptive, Dense, Diagonal, Regular, XMat, lra
+from psgd import PSGD, Adaptive, Butterfly, Dense, Diagonal, Regular, XMat, lra
 from psgd.across import local
-from psgd.scope import leaves
+from psgd.curvature import cosine
+from psgd.distributed import like
+from psgd.evaluation import Evaluation
+from psgd.scope import leaves, probe
 
 STEPS, WIDTHS = 50, (6, 10, 5, 3)  # three rows on four ranks: parts differ, and some are empty
 
@@ -104,6 +107,12 @@ def scenario(rank, world):
     found["rows"] = refused(lambda: tensor_parallel(world, RowwiseParallel, lra(2)))
     found["rows of weights"] = refused(lambda: tensor_parallel(world, RowwiseParallel, Diagonal(), weights=True))
     found["partly whole"] = partly_whole(rank, world)
+    found["product"] = product(rank, world, policy)
+    found["idle"] = idle(rank, world)
+    found["odd"] = odd(rank, world)
+    found["few digits"] = {name: few_digits(rank, world, group) for name, group in FEW_DIGITS.items()}
+    found["changing"] = changing(rank, world)
+    found["complex"] = refused(lambda: complex_numbers(rank, world))
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         found["replicated"] = together(rank, world, *WAYS["lra"], mesh=mesh)
@@ -171,6 +180,92 @@ def partly_whole(rank, world):
         model[0].weight.grad.to_local().view(-1)[0] = float("nan")
     opt.step()
     return {"params": trained, "kept": torch.equal(last, before), "skipped": opt.skipped}
+
+
+FEW_DIGITS = {"diagonal": Diagonal(), "xmat": XMat(), "lra": lra(2)}
+
+
+def product(rank, world, policy):
+    """Return Hv by finite differences, of weights that are computed with in bfloat16, and v."""
+    model = shard(network(widths=(6, 32, 32, 3)), mp_policy=policy)
+    params = list(model.parameters())
+    x, y = batch(rank, world)
+    v = [probe(p, 0, i) for i, p in enumerate(params)]
+    evaluation = Evaluation(lambda: (model(x).float() - y).square().mean(), params, None)
+    h = psgd.finite_difference.pair(evaluation, v, {})
+    return [like(p, t).full_tensor() for p, t in zip(params, h, strict=True)]
+
+
+def idle(rank, world):
+    """A scope whose gradient is zero, beside one whose is not."""
+    model = shard(network())
+    opt = by_layer(model)
+    opt.param_groups[0]["momentum"] = opt.param_groups[1]["momentum"] = 0.0
+    x, y = batch(rank, world)
+    last = list(model.parameters())[-2:]
+    before = [p.to_local().detach().clone() for p in last]
+    for _ in range(15):
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        for p in last:
+            p.grad.to_local().zero_()
+        opt.step()
+    kept = all(torch.equal(p.to_local(), b) for p, b in zip(last, before, strict=True))
+    finite = all(t.to_local().isfinite().all() for p in last for t in leaves(opt.state[p]["q"]) if t.ndim)
+    return kept and bool(finite) and not torch.equal(whole(model)[0], whole(network())[0])
+
+
+def odd(rank, world):
+    """An odd number of entries on each rank: one of them has no partner, and moves alone."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(3, world, bias=False))
+    start = model.weight.to_local().detach().clone()
+    opt = PSGD(model.parameters(), Butterfly(), lr=0.1, curvature=psgd.whiten)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    for _ in range(20):
+        opt.zero_grad()
+        model(x).square().sum().backward()
+        opt.step()
+    now = model.weight.to_local()
+    return bool((now != start).all() and now.isfinite().all() and now.norm() < 0.5 * start.norm())
+
+
+def few_digits(rank, world, group):
+    """Return the step-size memories, and the weights, with Q in bfloat16; some ranks have nothing of a tensor."""
+    model = network() if world == 1 else shard(network())
+    opt = optimizer(model, group, curvature=psgd.whiten, precond_dtype=torch.bfloat16)
+    train(model, opt, *batch(rank, world), steps=30)
+    small = [t for p in model.parameters() for t in leaves(opt.state[p]["q"]) if not t.ndim]
+    return [float(t) for t in small], whole(model)
+
+
+def changing(rank, world):
+    """Return the source that ranks settle on where a closure has another loss each time; one has no parameters."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 1, bias=False))
+    opt = PSGD(model.parameters(), lra(2), lr=0.01)
+    torch.manual_seed(rank)
+    numbers = iter(range(1000))
+
+    def closure():
+        opt.zero_grad()
+        rng = torch.Generator().manual_seed(next(numbers))
+        loss = (model(torch.randn(4, 4, generator=rng)) - torch.randn(4, 1, generator=rng)).square().mean()
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            opt.step(closure)
+    return str(opt.source)
+
+
+def complex_numbers(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    p = nn.Parameter(distribute_tensor(torch.ones(4, 2, dtype=torch.complex64), mesh, [Shard(0)]))
+    p.grad = distribute_tensor(torch.ones(4, 2, dtype=torch.complex64), mesh, [Shard(0)])
+    PSGD([p], Diagonal(), curvature=psgd.whiten).step()
 
 
 def other_ranks(mesh):
@@ -262,6 +357,11 @@ def found(request, tmp_path_factory):
     return ranks(tmp_path_factory, request.param, scenario, "shards")
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return ranks(tmp_path_factory, 4, scenario, "shards")
+
+
 @functools.cache
 def expected(name):
     return alone(name)
@@ -274,10 +374,9 @@ def test_the_steps_are_those_of_one_process(found, name):
             assert (mine - theirs).abs().max() < (1e-5 if theirs.dtype == torch.float32 else 1e-7)
 
 
-def test_two_dimensional_meshes(found):
-    if len(found) == 4:
-        for mine, theirs in zip(found[0]["replicated"]["params"], expected("lra"), strict=True):
-            assert (mine - theirs).abs().max() < 1e-5
+def test_two_dimensional_meshes(four):
+    for mine, theirs in zip(four[0]["replicated"]["params"], expected("lra"), strict=True):
+        assert (mine - theirs).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", [*WAYS, "xmat", "bfloat16"])
@@ -331,9 +430,43 @@ def test_what_is_whole_moves_with_what_is_sharded(found):
         assert result["kept"] and result["skipped"] == 1
 
 
-def test_sharded_over_other_ranks_is_refused(found):
-    if len(found) == 4:
-        assert all("same ranks" in result["other ranks"] for result in found)
+def test_differences_know_in_how_many_digits_is_computed(found):
+    """The steps of bfloat16 are long: a difference for float32 would lie between two of them."""
+    model = network(widths=(6, 32, 32, 3))
+    params, (x, y) = list(model.parameters()), batch(0, 1)
+    _, exact = psgd.hvp((model(x) - y).square().mean(), params, [probe(p, 0, i) for i, p in enumerate(params)])
+    for result in found:
+        assert cosine(result["product"], exact) > 0.97
+
+
+def test_a_scope_without_gradients_rests(found):
+    assert all(result["idle"] for result in found)
+
+
+def test_an_entry_without_a_partner_moves_alone(found):
+    assert all(result["odd"] for result in found)
+
+
+@pytest.mark.parametrize("name", FEW_DIGITS)
+def test_a_preconditioner_of_few_digits(found, name):
+    for result in found:
+        memories, params = result["few digits"][name]
+        assert memories == found[0]["few digits"][name][0]
+        if name != "xmat":  # whose pairs are others
+            for mine, theirs in zip(params, few_digits(0, 1, FEW_DIGITS[name])[1], strict=True):
+                assert (mine - theirs).abs().max() < 0.05
+
+
+def test_all_ranks_find_that_a_closure_cannot_be_repeated(found):
+    assert {result["changing"] for result in found} == {"Whiten()"}
+
+
+def test_complex_shards_are_refused(found):
+    assert all("real" in result["complex"] for result in found)
+
+
+def test_sharded_over_other_ranks_is_refused(four):
+    assert all("same ranks" in result["other ranks"] for result in four)
 
 
 def test_tensor_parallel_by_columns(found):

@@ -118,7 +118,18 @@ def test_what_the_model_sends(found):
         assert 0.6 * said.model < result["diagonal"]["model"] <= said.model
 
 
+def test_the_default_is_that_of_the_optimizer():
+    assert psgd.share(network(), ranks=2) == psgd.share(network(), lra(10), ranks=2)
+
+
+def test_a_model_sends_its_own_digits():
+    wide, narrow = (psgd.share(network(dtype), Diagonal(), ranks=2) for dtype in (torch.float32, torch.bfloat16))
+    assert narrow.model == wide.model / 2 and narrow.sent == wide.sent
+
+
 def test_others_are_refused():
+    with pytest.raises(ValueError, match="Padded"):
+        psgd.share(network(), psgd.Padded(Butterfly(), 2), ranks=2)
     with pytest.raises(ValueError, match=r"kron\(\), got Dense\(\)"):
         psgd.share(network(), psgd.Dense(), ranks=2)
     with pytest.raises(ValueError, match="at least one rank, got 0"):

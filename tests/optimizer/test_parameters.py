@@ -38,6 +38,15 @@ def squares(*params):
 # --- without a gradient
 
 
+def test_frozen_parameters_do_not_have_everything_arranged_anew(monkeypatch):
+    used, frozen = leaf(3), leaf(2).detach()
+    opt = PSGD([used, frozen], lr=0.1)
+    for _ in range(2):
+        opt.step(lambda: squares(used))
+    monkeypatch.setattr("psgd.arrangement.members", lambda _: pytest.fail("arranged anew"))
+    opt.step(lambda: squares(used))
+
+
 @each_group
 def test_a_parameter_without_gradient_stays_and_the_others_move(group):
     used, unused = leaf(3), leaf(2)

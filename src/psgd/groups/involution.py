@@ -60,13 +60,17 @@ class Involution(MatrixAlgebra):
         """Return the first members of pairs i … j, and their partners."""
 
     @abstractmethod
+    def lone(self, n: int) -> slice:
+        """Return where the entry without a partner is, if n is odd."""
+
+    @abstractmethod
     def put(self, x: Tensor, i: int, j: int, low: Tensor, high: Tensor) -> None:
         """Write the first members of pairs i … j, and their partners."""
 
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
             return super().fitted(q, v, h, how)
-        pieces, middle = chunks(len(h) // 2, h), slice(len(h) // 2, len(h) // 2 + len(h) % 2)
+        pieces, middle = chunks(len(h) // 2, h), self.lone(len(h))
         alone = (q["a"][middle] * h[middle], v[middle] / q["a"][middle])
 
         def norm() -> Tensor:
@@ -116,7 +120,7 @@ class Involution(MatrixAlgebra):
             (a, a_), (b, b_), (x, x_) = (self.couples(t, i, j) for t in (q["a"], q["b"], g))
             y, y_ = torch.addcmul(a * x, b, x_), torch.addcmul(b_ * x, a_, x_)
             self.put(out, i, j, torch.addcmul(a * y, b_, y_), torch.addcmul(b * y, a_, y_))
-        middle = slice(k, k + len(g) % 2)
+        middle = self.lone(len(g))
         out[middle] = q["a"][middle].square() * g[middle]
         return out
 
@@ -153,6 +157,9 @@ class XMat(Involution):
     def sigma(self, x: Tensor) -> Tensor:
         return x.flip(-1)
 
+    def lone(self, n: int) -> slice:
+        return slice(n // 2, n // 2 + n % 2)
+
     def couples(self, x: Tensor, i: int, j: int) -> tuple[Tensor, Tensor]:
         return x[i:j], x[len(x) - j : len(x) - i].flip(-1)
 
@@ -182,6 +189,9 @@ class Butterfly(Involution):
 
     def sigma(self, x: Tensor) -> Tensor:
         return x.roll(x.shape[-1] // 2, -1)
+
+    def lone(self, n: int) -> slice:
+        return slice(n - n % 2, n)  # of a rank's part, which may be odd
 
     def couples(self, x: Tensor, i: int, j: int) -> tuple[Tensor, Tensor]:
         k = len(x) // 2
