@@ -5,13 +5,16 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 from torch import distributed as dist
-from torch.multiprocessing import spawn
+from torch.multiprocessing import start_processes
 
+# A server imports once what every rank needs, and forks them: an import takes longer than most scenarios.
+set_forkserver_preload(["psgd", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"])
 PATIENCE = timedelta(seconds=120)  # ranks that disagree on what comes next would wait for half an hour
 
 
@@ -40,6 +43,7 @@ def ranks(tmp_path_factory, world, scenario, name):
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
             folder.mkdir()
-            spawn(partial(_work, world=world, folder=str(folder), scenario=scenario), nprocs=world)
+            work = partial(_work, world=world, folder=str(folder), scenario=scenario)
+            start_processes(work, nprocs=world, start_method="forkserver")
             (folder / "done").touch()
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
