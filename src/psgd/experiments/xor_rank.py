@@ -56,15 +56,16 @@ def plots(results: Sequence[Result]) -> list[Plot]:
 
 
 def remarks(results: Sequence[Result]) -> str:
-    """Say whether the trend holds."""
+    """Say whether success grows with the rank."""
     by_rank = {rank: found for (rank,), found in sorted(grouped(results, "rank").items())}
     if not by_rank:
         return ""
     config = next(iter(by_rank.values()))[0].config
     counts = [sum(map(solved, found)) / len(found) for found in by_rank.values()]
-    holds = counts == sorted(counts) and counts[0] < counts[-1]
+    grows, few = counts == sorted(counts) and counts[0] < counts[-1], max(map(len, by_rank.values()))
     return (
-        f"- The trend {'holds' if holds else 'does not hold'}: "
+        f"- Success {'grows' if grows else 'does not grow'} with the rank{', as in the paper' if grows else ''}: "
         + ", ".join(f"{rate(found)} with rank {rank}" for rank, found in by_rank.items())
-        + f".\n- The paper does not say its length; ours is {config.length}, with {config.iterations:,} iterations."
+        + f". Of so few runs ({few} with a rank; the paper has ten), each decides much."
+        + f"\n- The paper does not say its length; ours is {config.length}, with {config.iterations:,} iterations."
     )
