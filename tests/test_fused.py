@@ -62,7 +62,7 @@ def test_the_norm_of_a_low_rank_step_does_not_cancel(sign):
     v = torch.randn(n, generator=rng)
     h = sign * (v + 1e-5 * torch.randn(n, generator=rng))
     q["0"]["U"] *= 1e-3  # so that Q ≈ I
-    s = uvd.sums(uvd.rows(q), v, h, True)
+    s = uvd.sums(uvd.rows(q), v, h, How(0.1, True, Normalized()))
     a, b = group.apply(q, h).double(), group.solve_t(q, v).double()
     exact = torch.linalg.matrix_norm((a.outer(a) - b.outer(b)) @ (q["0"]["V"] @ q["0"]["V"].mT).double())
     assert 0.98 * exact <= uvd.norms(s)[0]() <= 1.02 * exact

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -26,6 +28,10 @@ class Across:
     def max(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return the maxima over ranks of each of these, in one collective."""
         return parts
+
+    def later(self, *parts: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Return what gives the sums of these: they travel with the next sum, or on their own if asked for before."""
+        return lambda: parts
 
     @property
     def curved(self) -> bool:

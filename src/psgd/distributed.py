@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,11 +72,23 @@ def places(p: Tensor) -> list[tuple[int, int]]:
 
 @dataclass
 class Board:
-    """What ranks tell each other in a step: whether anything is not finite, and where there is any curvature."""
+    """What ranks tell each other in a step: whether anything is not finite, and where there is any curvature.
+
+    Also sums that nobody has to wait for.
+    """
 
     flags: Tensor | None = None
     bad: bool = False
     curved: list[bool] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
+
+
+@dataclass
+class Waiting:
+    """Numbers that travel with the next sum."""
+
+    parts: tuple[Tensor, ...]
+    sums: tuple[Tensor, ...] = ()
 
 
 class Shards(Across):
@@ -95,6 +109,7 @@ class Shards(Across):
     def watch(self, bad: Tensor, curved: Sequence[Tensor]) -> None:
         """Tell the others whether something is not finite here, and whether there is any curvature, for each joined."""
         self._board.flags = torch.stack((bad, *curved)).to(torch.float32)
+        self._board.waiting = []
 
     @property
     def ok(self) -> bool:
@@ -112,23 +127,42 @@ class Shards(Across):
     def max(self, *parts: Tensor) -> tuple[Tensor, ...]:
         return self._reduced(parts, dist.ReduceOp.MAX)
 
+    def later(self, *parts: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        one = Waiting(parts)
+        self._board.waiting.append(one)
+
+        def sums() -> tuple[Tensor, ...]:
+            if not one.sums:
+                self._reduced((), dist.ReduceOp.SUM)
+            return one.sums
+
+        return sums
+
     def _settle(self) -> None:
         if self._board.flags is not None:
             self._reduced((), dist.ReduceOp.SUM)
 
     def _reduced(self, parts: Sequence[Tensor], op: Any) -> tuple[Tensor, ...]:
-        flags, self._board.flags = self._board.flags, None
-        everything = [*parts] if flags is None else [flags.to(parts[0]) if parts else flags, *parts]
-        flat = torch.cat([t.reshape(-1) for t in everything])
+        board = self._board
+        flags, board.flags = board.flags, None
+        carried: list[Waiting] = []
+        if op == dist.ReduceOp.SUM:
+            carried, board.waiting = board.waiting, []
+        everything = [*(() if flags is None else (flags,)), *(t for one in carried for t in one.parts), *parts]
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in everything))
+        flat = torch.cat([t.reshape(-1).to(dtype) for t in everything])
         if op == dist.ReduceOp.MAX:  # which may lose a NaN
             flat = flat.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         for group in self.groups:
             dist.all_reduce(flat, op, group=group)
-        found = list(flat.split([t.numel() for t in everything]))
+        pieces = zip(flat.split([t.numel() for t in everything]), everything, strict=True)
+        found = (piece.view(t.shape).to(t.dtype) for piece, t in pieces)
         if flags is not None:
-            bad, *curved = found.pop(0).tolist()
-            self._board.bad, self._board.curved = bad > 0, [t > 0 for t in curved]
-        return tuple(t.view(part.shape) for t, part in zip(found, parts, strict=True))
+            bad, *curved = next(found).tolist()
+            board.bad, board.curved = bad > 0, [t > 0 for t in curved]
+        for one in carried:
+            one.sums = tuple(itertools.islice(found, len(one.parts)))
+        return tuple(found)
 
 
 def demand_real(params: Sequence[Tensor]) -> None:
@@ -153,7 +187,7 @@ def copies(p: Tensor, params: Sequence[Tensor]) -> int:
     return mesh.size() // math.prod(cut)
 
 
-def across(params: Sequence[Tensor], group: object = "a preconditioner") -> Shards:
+def across(params: Sequence[Tensor], group: object) -> Shards:
     """Return how to sum over a vector made of these parameters, which must be sharded alike."""
     meshes = {(p.device_mesh, tuple(p.placements)) if isinstance(p, DTensor) else None for p in params}
     if len(meshes) > 1:
@@ -206,10 +240,19 @@ class ShardedScope(Scope):
     def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if not self._low_rank:  # whose own form does it
             point, v, h = {k: lift(t) for k, t in point.items()}, lift(v), lift(h)
+            point = point if how.scale is None else self.group.scaled(point, how.scale())
         return self.group.fitted(point, v, h, how._replace(out=point, across=self.across))
 
-    def balanced(self, point: Point) -> Point:
-        return uvd.balanced(point, self.across) if self._low_rank else point
+    def balance(self, ok: Tensor) -> Callable[[], None]:
+        if not self._low_rank:
+            return lambda: None
+        squares = self.across.later(*(lift(self.point["0"][k]).square().sum() for k in ("U", "V")))
+
+        def finish() -> None:
+            if self.across.ok:
+                self.move(uvd.balanced(self.point, *squares()), ok)
+
+        return finish
 
     def move(self, new: Point, ok: Tensor) -> None:
         for old, leaf in zip(leaves(self.point), leaves(new), strict=True):

@@ -76,7 +76,8 @@ class Residual(NamedTuple):
 class How(NamedTuple):
     """How a step is made: its rate, which twin group of a LowRank factor moves, the rule of its size.
 
-    Tensors of `out` may be used for the result. `across` sums over the ranks, where each has a part of the vectors.
+    Tensors of `out` may be used for the result. `across` sums over the ranks, where each has a part of the vectors;
+    `scale`, of use there alone, is what Q is multiplied by first: known only after the first exchange.
     """
 
     lr: float | Tensor
@@ -84,6 +85,7 @@ class How(NamedTuple):
     rule: StepSize
     out: Point | None = None
     across: Across = ALONE
+    scale: Callable[[], Tensor] | None = None
 
 
 class Group(ABC):

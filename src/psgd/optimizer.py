@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ from psgd.schedule import Adaptive, Regular, Schedule
 from psgd.scope import Fit, Scope, placed, probe
 from psgd.step_size import Smoothed, StepSize
 from psgd.trend import Trend
-from psgd.update import Update, clip, finite, regularized
+from psgd.update import Update, balance, clip, finite, regularized
 
 Rule = Callable[[tuple[int, ...]], Group]
 """From a tensor's shape to its own group, e.g. `psgd.affine`."""
@@ -304,13 +305,16 @@ class PSGD(Optimizer):
         """Fit to the pair, if there is any, and return the clipped P m."""
         exchange = self._exchange(scopes)
         if exchange is not None:
-            m, pair = self._brought(exchange, m, pair)
+            m, pair = exchange.brought(m, pair, functools.partial(self._probes, whole=True))
         here = [scope for scope in scopes if scope.units]
         if pair is not None:
             for scope in here:
                 update.fit(scope, *pair)
         directions = [update.direction(scope, m) for scope in here]
+        balances = [] if pair is None else balance(here, self.param_groups[0], update.ok)
         clip(here, directions, self.param_groups[0], ALONE if exchange is None else shards)
+        for finish in balances:
+            finish()
         steps = {p: t for s, d in zip(here, directions, strict=True) for p, t in zip(s.held, s.split(d), strict=True)}
         return steps if exchange is None else steps | exchange.scatter(steps)
 
@@ -325,19 +329,6 @@ class PSGD(Optimizer):
         if known is None or known.scopes != owned:
             self._runtime["exchange"] = known = Exchange(owned)  # type: ignore[arg-type]
         return known
-
-    def _brought(self, exchange: Any, m: dict[Tensor, Tensor], pair: Any) -> tuple[dict[Tensor, Tensor], Any]:
-        """Return the averages, and the pair, with the whole of what this rank owns."""
-        if pair is None:
-            return m | exchange.gather(m)[0], None
-        v, h, fit = pair
-        same = all(h.get(p) is m.get(p) for p in exchange.params)  # nothing travels twice
-        some = [m] if same else [m, h]
-        wholes = exchange.gather(*some)
-        looked_at = [p for p in exchange.mine if p in v]
-        probes = dict(zip(looked_at, self._probes(looked_at, whole=True), strict=True))
-        known = {p: t for p, t in wholes[-1].items() if p in h}
-        return m | wholes[0], (v | probes, h | known, fit)
 
     def _count(self, fitted: bool) -> None:
         for pg in self.param_groups:

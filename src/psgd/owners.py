@@ -7,7 +7,7 @@ of m and h travel to the tensor's owner, and the parts of P m back, each in one 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from psgd.scope import Scope, Unit, extent, real
 
 Owner = Mapping[Tensor, int]
 """The rank that a parameter belongs to, among those that share it."""
+
+Probes = Callable[[Sequence[Tensor]], list[Tensor]]
+"""From parameters to their whole probes, the same on every rank."""
 
 
 def split_by(p: Tensor) -> tuple[Any, int] | None:
@@ -83,6 +86,17 @@ class Exchange:
         step = math.ceil(p.shape[axis] / self.world)
         start = min(rank * step, p.shape[axis])
         return (*[slice(None)] * axis, slice(start, min(start + step, p.shape[axis])))
+
+    def brought(self, m: dict[Tensor, Tensor], pair: Any, probes: Probes) -> tuple[dict[Tensor, Tensor], Any]:
+        """Return the averages, and the pair (v, h, …) if there is one, with the whole of what this rank owns."""
+        if pair is None:
+            return m | self.gather(m)[0], None
+        v, h, fit = pair
+        same = all(h.get(p) is m.get(p) for p in self.params)  # nothing travels twice
+        wholes = self.gather(m) if same else self.gather(m, h)
+        looked_at = [p for p in self.mine if p in v]
+        v = v | dict(zip(looked_at, probes(looked_at), strict=True))
+        return m | wholes[0], (v, h | {p: t for p, t in wholes[-1].items() if p in h}, fit)
 
     def gather(self, *parts: Mapping[Tensor, Tensor]) -> list[dict[Tensor, Tensor]]:
         """Return the whole of what belongs to this rank, from all ranks' parts; what has no part is zero."""

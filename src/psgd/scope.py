@@ -281,9 +281,9 @@ class Scope:
             (self.group, self.n, move.__name__), move, point, v, h, lr=lr, coin=how.coin, rule=how.rule
         )
 
-    def balanced(self, point: Point) -> Point:
-        """Return other coordinates of the same Q, see `Group.balance`."""
-        return self.group.balance(point)
+    def balance(self, ok: Tensor) -> Callable[[], None]:
+        """Begin to take other coordinates of the same Q, see `Group.balance`, and return what ends it, if `ok`."""
+        return lambda: self.move(self.group.balance(self.point), ok.view(1))
 
     @property
     def alone(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +56,17 @@ class Update:
             scope.pair = (v_flat, h_flat)
         point, group = scope.point, scope.group
         settled = scope.across is not ALONE and bool(scope.scale["pairs"] >= _SCALE_PAIRS)  # no more to exchange
-        if pg["init_scale"] is None and group.scalable and not settled:
-            point = scope.scaled(_rescale(scope, v_flat, h_flat, ok))
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
         how = How(pg["precond_lr"], coin, pg["rule"])
+        if pg["init_scale"] is None and group.scalable and not settled:
+            factors = _rescale(scope, v_flat, h_flat, ok)
+            if scope.across is ALONE:
+                point = scope.scaled(factors())
+            else:
+                how = how._replace(scale=lambda: factors()[0])
         if scope.alone and not isinstance(schedule(pg), Adaptive):
             how = how._replace(lr=how.lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32)), out=point)
         point = scope.fitted(fit, point, v_flat, h_flat, how)
-        if pg["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1:
-            point = scope.balanced(point)
         if isinstance(schedule(pg), Adaptive):
             self._watch(scope, point, ok)
         else:
@@ -223,20 +225,32 @@ def finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
     return torch.stack([torch.ones((), dtype=torch.bool, device=place), *(t.to(place) for t in ends)]).all()
 
 
-def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Tensor:
-    """Return the factors that bring each unit's Q to the scale P ≈ 1/level, level the largest curvature met so far."""
+def balance(scopes: Sequence[Scope], lead: ParamGroup, ok: Tensor) -> list[Callable[[], None]]:
+    """Begin to even out the coordinates of some scopes, on every tenth update, and return what ends it."""
+    return [scope.balance(ok) for scope in scopes if lead["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1]
+
+
+def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Callable[[], Tensor]:
+    """Return what gives the factors that bring each unit's Q to the scale P ≈ 1/level.
+
+    The level is the largest curvature met so far.
+    """
     v, h = scope.each(v), scope.each(h)
     if scope.across is ALONE:
         most = torch.maximum(h.amax(1), -h.amin(1)).clamp_min(torch.finfo(h.dtype).tiny)
     else:  # in float64, powers need no care, nor another exchange
         v, h, most = v.double(), h.double(), torch.ones(1, dtype=torch.float64, device=h.device)
-    fourth, second = scope.across.sum((h / most[:, None]).square().square().sum(1), v.square().sum(1))
-    count = scope.units[0].whole
-    moment, spread = (fourth / count).pow(0.25), (second / count).sqrt()  # the fourth: heavy tails count
-    level = (most * moment / torch.where(spread > 0, spread, 1.0)).to(scope.scale["level"])
-    ok = ok & scope.across.curved & (level > 0) & (scope.scale["pairs"] < _SCALE_PAIRS)
-    old = scope.scale["level"].clone()
-    scope.scale["level"].copy_(torch.where(ok, torch.maximum(old, level), old))
-    scope.scale["pairs"].add_(ok)
-    new = torch.where(ok, scope.scale["level"], 1.0)
-    return torch.where(ok, torch.where(old > 0, old / new, 1 / new).sqrt(), 1.0)
+    sums = scope.across.later((h / most[:, None]).square().square().sum(1), v.square().sum(1))
+
+    def factors() -> Tensor:
+        (fourth, second), count = sums(), scope.units[0].whole
+        moment, spread = (fourth / count).pow(0.25), (second / count).sqrt()  # the fourth: heavy tails count
+        level = (most * moment / torch.where(spread > 0, spread, 1.0)).to(scope.scale["level"])
+        fits = ok & scope.across.curved & (level > 0) & (scope.scale["pairs"] < _SCALE_PAIRS)
+        old = scope.scale["level"].clone()
+        scope.scale["level"].copy_(torch.where(fits, torch.maximum(old, level), old))
+        scope.scale["pairs"].add_(fits)
+        new = torch.where(fits, scope.scale["level"], 1.0)
+        return torch.where(fits, torch.where(old > 0, old / new, 1 / new).sqrt(), 1.0)
+
+    return factors

@@ -79,8 +79,9 @@ class Sums(NamedTuple):
     squares: Tensor  # of the norms of a, b, a + b and a − b, and the product of the last two
 
 
-def sums(f: Rows, v: Tensor, h: Tensor, coin: bool, across: Across = ALONE) -> Sums:
-    """Sweep twice."""
+def sums(f: Rows, v: Tensor, h: Tensor, how: How) -> Sums:
+    """Sweep twice; between, Q gets its scale, if there is any."""
+    coin, across = how.coin, how.across
     rank, ends, new = len(f.u), pieces(h), f.d.new_zeros
     vy, uz = new(2, rank)
     small, gram = new(rank, rank), new(rank, rank)
@@ -92,6 +93,10 @@ def sums(f: Rows, v: Tensor, h: Tensor, coin: bool, across: Across = ALONE) -> S
         stays = c.v if coin else c.u
         gram.addmm_(stays, stays.mT)
     vy, uz, small, gram = across.sum(vy, uz, small, gram)
+    if how.scale is not None:
+        scale = how.scale().to(vy)
+        f.d.mul_(scale)
+        vy, uz = vy * scale, uz / scale
     small = small + torch.eye(rank).to(small)
     beta = solve(small.mT, uz)
     pair, other, squares = new(2, rank), new(rank), new(5)
@@ -109,9 +114,8 @@ def sums(f: Rows, v: Tensor, h: Tensor, coin: bool, across: Across = ALONE) -> S
     return Sums(small, gram, vy, beta, ua, vb, total, gap, squares)
 
 
-def balanced(q: Point, across: Across) -> Point:
-    """Even out the norms of U and V, as `LowRank.balance` does."""
-    u, v = across.sum(*(q["0"][k].square().sum() for k in ("U", "V")))
+def balanced(q: Point, u: Tensor, v: Tensor) -> Point:
+    """Even out the norms of U and V, whose squares these are, as `LowRank.balance` does."""
     rho = torch.where((u > 0) & (v > 0), (u / v).sqrt().sqrt(), torch.ones_like(u))
     return q | {"0": rebalanced(q["0"], rho)}
 
@@ -141,7 +145,7 @@ def norms(s: Sums) -> tuple[Norm, Norm]:
 def fitted(q: Point, v: Tensor, h: Tensor, how: How) -> Point | None:
     """Move U or V, and d, by lr each; None if the squares of this pair have no place in q's dtype."""
     f, coin, out, across = rows(q), how.coin, how.out, how.across
-    moving, s = "U" if coin else "V", sums(f, v, h, coin, across)
+    moving, s = "U" if coin else "V", sums(f, v, h, how)
     size, ell = how.rule(how.lr, q["0"]["ell_" + moving], *norms(s))
     if not (goes(size) and across.curved):
         return None if across is ALONE else q
