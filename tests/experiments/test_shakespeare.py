@@ -114,7 +114,8 @@ def test_tuning_never_sees_the_validation_text():
     name, train, held, _ = shakespeare.task(TINY)
     assert name == "validation" and train.equal(text.train) and held.equal(text.validation)
     for method in BUILDS:
-        assert shakespeare.tuning(method) == Config(method, iterations=300, held=0.1)
+        tuning = shakespeare.tuning(method)
+        assert tuning == Config(method, iterations=200, warmup=50, every=200, held=0.1)
     result = finished(shakespeare, smaller(TINY, method="adamw", held=0.1))
     assert shakespeare.score(result) == result.last("held_loss") and not result.series("validation_loss")
     assert not by_method([result])
@@ -136,6 +137,7 @@ def test_the_loss_falls_and_what_it_took_is_counted(name):
     assert 0 < result.series("seconds")[0] < result.last("seconds")
     assert result.last("gradients") == 60
     assert (result.last("products") > 0) == (name == "psgd-kron-newton")
+    assert (result.last("updates") > 0) == name.startswith("psgd")
 
 
 def test_resuming_changes_nothing(name):
@@ -204,20 +206,31 @@ def test_training_that_diverges_ends_and_is_no_place_to_go_on_from():
 
 
 def test_presets_are_those_of_the_issue():
-    for preset, iterations in (("cpu", 1500), ("paper", 5000)):
+    for preset, iterations in (("cpu", 600), ("paper", 5000)):
         found = shakespeare.cells(preset)
         assert [c.method for c in found] == list(BUILDS) and len(shakespeare.seeds(preset)) == 3
         for c in found:
             expected = Config(c.method, c.lr, iterations=iterations, warmup=100, batch=16, block=128, every=50)
             assert c == expected and c.held == 0 and c.source == "shakespeare"
-    assert all(low * 100 == pytest.approx(high) for low, high in map(shakespeare.lrs, BUILDS))
+    assert all(low * 10 == pytest.approx(high) for low, high in map(shakespeare.lrs, shakespeare.SEARCHED))
 
 
-def result(method, losses, ms=100, seed=0):
+def test_a_schedule_has_the_rate_of_the_method_that_it_is_of():
+    assert set(BUILDS) == {*shakespeare.SEARCHED, *shakespeare.SCHEDULES}
+    for name in shakespeare.SCHEDULES:
+        assert shakespeare.learning_rate(name) == shakespeare.learning_rate("psgd-kron")
+        with pytest.raises(ValueError, match=f"one of adamw, .*, got '{name}'"):
+            shakespeare.lrs(name)
+        of = {c.method: shakespeare.seeds_for(c, "cpu") for c in shakespeare.cells("cpu")}
+        assert of[name] == range(1) and of["psgd-kron"] == range(3)
+
+
+def result(method, losses, ms=100, seed=0, often=10):
     """Return a run as it is recorded, of 1,500 iterations."""
     steps = [1500 * (i + 1) // len(losses) for i in range(len(losses))]
     records = [
         {"step": s, "train_loss": x, "validation_loss": x, "seconds": s * ms / 1000, "gradients": s, "products": 0}
+        | {"updates": s // often}
         for s, x in zip(steps, losses, strict=True)
     ]
     return Result(Config(method, iterations=1500), seed, records, seconds=1.0)
@@ -248,7 +261,14 @@ def test_the_first_to_reach_adamws_loss():
     assert "`psgd-kron` reaches that at iteration 500, after 33%" in said
     assert "meets the aim of 50%; in 55 s, 63% less" in said
     assert "misses by 17% of AdamW's iterations the aim" in said and "27% less than `adamw`" in said
-    assert "`psgd-lra` never reaches that: it ends 1.100 above it" in said
+    assert "`psgd-lra` never reaches that: it ends 1.100 above it" in said and "of the updates" not in said
+    every, adaptive = (
+        result("psgd-kron-every", [1.7, 1.55], often=1),
+        result("psgd-kron-adaptive", [1.7, 1.56], often=5),
+    )
+    said = shakespeare.remarks([*results, every, adaptive])
+    assert "With 10% of the updates, `psgd-kron` ends 0.050 below `psgd-kron-every`" in said
+    assert "With 20% of the updates, `psgd-kron-adaptive` ends 0.010 above" in said
     by_step, by_seconds = shakespeare.plots(results)
     assert by_step.marks[0].x == [500, 1000, 1500] and by_seconds.marks[0].x == pytest.approx([50, 100, 150])
     assert list(by_step.marks[0].low) == [3.0, 2.0, 1.6] and by_seconds.marks[0].low == by_step.marks[0].low
