@@ -13,7 +13,6 @@ from psgd.diagnostics.operators import hessian_operator as hessian_operator
 from psgd.diagnostics.reports import fit_residual as fit_residual
 from psgd.diagnostics.reports import hessian_report as hessian_report
 from psgd.diagnostics.reports import preconditioner_report as preconditioner_report
-from psgd.evaluation import hvp as hvp
 from psgd.group import Group as Group
 from psgd.group import Point as Point
 from psgd.group import Residual as Residual
@@ -50,6 +49,7 @@ from psgd.groups.permutation import permutation as permutation
 from psgd.groups.product import Product as Product
 from psgd.groups.triangular import LowerTriangular as LowerTriangular
 from psgd.groups.triangular import Triangular as Triangular
+from psgd.interception import hvp as hvp
 from psgd.kron import kron as kron
 from psgd.kron import like_adamw as like_adamw
 from psgd.optimizer import PSGD as PSGD

@@ -14,7 +14,8 @@ from psgd.group import Group
 from psgd.groups.padded import Padded
 from psgd.kron import Kron
 from psgd.options import SHARED, ParamGroup
-from psgd.scope import Scope, State, Unit, leaves, placed, real
+from psgd.scope import Scope, State, leaves
+from psgd.unit import Unit, placed, real
 
 
 class Member(NamedTuple):
@@ -141,6 +142,19 @@ def assigned(costs: Sequence[Sequence[float]], world: int) -> list[list[int]]:
             loads[owners[i]] += some[i]
         found.append(owners)
     return found
+
+
+def exchanged(scopes: Sequence[Scope], memory: dict[str, Any]) -> Any:
+    """Return how parts of tensors reach the ranks that own the whole; None if there are none."""
+    owned = [scope for scope in scopes if scope.shards is not scope.across]
+    if not owned:
+        return None
+    from psgd.owners import Exchange
+
+    known = memory.get("exchange")
+    if known is None or known.scopes != owned:
+        memory["exchange"] = known = Exchange(owned)  # type: ignore[arg-type]
+    return known
 
 
 def _partners(found: list[Member]) -> dict[Tensor, Member]:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from psgd.across import sharded
-from psgd.evaluation import PARTIAL, Evaluation, Gradients, Intercept, total
-from psgd.scope import real
+from psgd.evaluation import Evaluation, total
+from psgd.interception import PARTIAL, Gradients, Intercept
+from psgd.unit import real
 
 Memory = dict[str, Any]
 

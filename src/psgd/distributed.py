@@ -23,7 +23,8 @@ from psgd.groups.low_rank import LowRank
 from psgd.groups.padded import Padded
 from psgd.groups.product import Product
 from psgd.linalg import lift
-from psgd.scope import Fit, Scope, Unit, leaves
+from psgd.scope import Fit, Scope, leaves
+from psgd.unit import Unit
 
 
 def like(p: Tensor, part: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from psgd.across import ALONE, Across, local, sharded, taken
-from psgd.arrangement import arrange
+from psgd.arrangement import arrange, exchanged
 from psgd.curvature import (
     Curvature,
     FiniteDifference,
@@ -29,22 +29,22 @@ from psgd.curvature import (
     whiten,
     whiten_momentum,
 )
-from psgd.evaluation import Evaluation, Intercept
+from psgd.evaluation import Evaluation
 from psgd.group import Group
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
-from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, structure, tensors, validate
+from psgd.interception import Intercept
+from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, tensors, validate
+from psgd.persistence import SOURCES, STATE_VERSION, check, restored, saved
 from psgd.schedule import Adaptive, Regular, Schedule
-from psgd.scope import Fit, Scope, placed, probe
+from psgd.scope import Fit, Scope
 from psgd.step_size import Smoothed, StepSize
 from psgd.trend import Trend
+from psgd.unit import probe
 from psgd.update import Update, balance, clip, finite, regularized
 
 Rule = Callable[[tuple[int, ...]], Group]
 """From a tensor's shape to its own group, e.g. `psgd.affine`."""
-
-STATE_VERSION = 1
-_SOURCES = (None, hessian, finite_difference, whiten)  # as numbers in a checkpoint
 
 
 class PSGD(Optimizer):
@@ -303,7 +303,7 @@ class PSGD(Optimizer):
         self, update: Update, scopes: Sequence[Scope], m: dict[Tensor, Tensor], pair: Any, shards: Across
     ) -> dict[Tensor, Tensor]:
         """Fit to the pair, if there is any, and return the clipped P m."""
-        exchange = self._exchange(scopes)
+        exchange = exchanged(scopes, self._runtime)
         if exchange is not None:
             m, pair = exchange.brought(m, pair, functools.partial(self._probes, whole=True))
         here = [scope for scope in scopes if scope.units]
@@ -317,18 +317,6 @@ class PSGD(Optimizer):
             finish()
         steps = {p: t for s, d in zip(here, directions, strict=True) for p, t in zip(s.held, s.split(d), strict=True)}
         return steps if exchange is None else steps | exchange.scatter(steps)
-
-    def _exchange(self, scopes: Sequence[Scope]) -> Any:
-        """Return how parts of tensors reach the ranks that own the whole; None if there are none."""
-        owned = [scope for scope in scopes if scope.shards is not scope.across]
-        if not owned:
-            return None
-        from psgd.owners import Exchange
-
-        known = self._runtime.get("exchange")
-        if known is None or known.scopes != owned:
-            self._runtime["exchange"] = known = Exchange(owned)  # type: ignore[arg-type]
-        return known
 
     def _count(self, fitted: bool) -> None:
         for pg in self.param_groups:
@@ -417,12 +405,7 @@ class PSGD(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As for every optimizer; objects (group, rule, schedule, …) are the constructor's business, and stay out."""
         packed = super().state_dict()
-        settled = _SOURCES.index(self._runtime.get("settled"))
-        packed["param_groups"] = [  # with every key: distributed checkpoints ask for all that param_groups have
-            {k: None if k in OBJECTS and not plain(v) else v for k, v in pg.items()}
-            | {"settled": settled, "structure": structure(pg["group"])}
-            for pg in packed["param_groups"]
-        ]
+        packed["param_groups"] = [saved(pg, self._runtime.get("settled")) for pg in packed["param_groups"]]
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -430,17 +413,13 @@ class PSGD(Optimizer):
         objects = [{k: pg[k] for k in OBJECTS} for pg in self.param_groups]
         final: list[dict[str, Any]] = []
 
-        def check(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        def before(_: Optimizer, state_dict: dict[str, Any]) -> None:
             final.append(state_dict)
-            for pg, mine in zip(state_dict["param_groups"], objects, strict=False):
-                if pg.get("version", STATE_VERSION) > STATE_VERSION:
-                    raise ValueError(f"this psgd reads state version {STATE_VERSION}, got version {pg['version']}")
-                if pg.get("structure") not in (None, structure(mine["group"])):
-                    raise ValueError(f"the state was saved for another group than {mine['group']}")
+            check(state_dict["param_groups"], objects)
 
         # hooks of our own: after the user's have changed what is to be loaded, and before they see what was
         hooks = (
-            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_pre_hook(before),
             self.register_load_state_dict_post_hook(lambda _: self._complete(final[0], objects), prepend=True),
         )
         try:
@@ -450,20 +429,16 @@ class PSGD(Optimizer):
                 hook.remove()
 
     def _complete(self, loaded: dict[str, Any], objects: list[dict[str, Any]]) -> None:
-        """Put back what the base class casts (it knows only the parameter's dtype) and what is not saved."""
+        """Put back what the base class casts, and what is not saved."""
         for pg, kept in zip(self.param_groups, objects, strict=True):
             pg.update({k: v for k, v in kept.items() if pg.get(k) is None or not plain(v)})
         names = (n for pg in loaded["param_groups"] for n in pg["params"])
         for name, p in zip(names, (p for pg in self.param_groups for p in pg["params"]), strict=True):
             if name in loaded["state"]:
-                state = _copied(loaded["state"][name], p.device)
-                if "momentum" in state:  # from one process to many, or back
-                    state["momentum"] = placed(p, taken(state["momentum"], p))
-                state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32, device=p.device)
-                self.state[p] = state
+                self.state[p] = restored(loaded["state"][name], p)
         lead = self.param_groups[0]
         if lead["curvature"] == automatic:
-            self._runtime["settled"] = _SOURCES[int(lead.get("settled", 0))]
+            self._runtime["settled"] = SOURCES[int(lead.get("settled", 0))]
         self._scopes(create=False)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -474,12 +449,6 @@ class PSGD(Optimizer):
                 pg.setdefault(key, value)
         model = self.__dict__.get("_runtime", {}).get("model")
         self._runtime = {"model": model}
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {k: _copied(v, device) for k, v in value.items()}
-    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _gradient(p: Tensor, pg: ParamGroup) -> Tensor:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from psgd.distributed import Shards, demand_real
 from psgd.group import Group, Point
 from psgd.groups.padded import Padded
-from psgd.scope import Scope, Unit, extent, real
+from psgd.scope import Scope
+from psgd.unit import Unit, extent, real
 
 Owner = Mapping[Tensor, int]
 """The rank that a parameter belongs to, among those that share it."""

@@ -16,8 +16,9 @@ from psgd.linalg import lift
 from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
 from psgd.schedule import Adaptive
-from psgd.scope import Fit, Scope, State, placed, real
+from psgd.scope import Fit, Scope, State
 from psgd.trend import Trend, relative, sample
+from psgd.unit import placed, real
 
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
 _BALANCE_EVERY = 10

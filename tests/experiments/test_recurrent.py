@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import psgd
-from psgd.evaluation import hvp
 from psgd.experiments.recurrent import LSTM, RNN, Gated, PlainLSTM, PlainRNN, Tanh, recurrence
+from psgd.interception import hvp
 from psgd.probes import generator
 
 PAIRS = [pytest.param(RNN, PlainRNN, id="rnn"), pytest.param(LSTM, PlainLSTM, id="lstm")]

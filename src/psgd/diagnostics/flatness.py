@@ -22,8 +22,8 @@ from psgd.groups.direct_sum import DirectSum
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
 from psgd.probes import generator, mix
-from psgd.scope import real
 from psgd.step_size import Normalized
+from psgd.unit import real
 
 _BALANCE_EVERY = 10
 

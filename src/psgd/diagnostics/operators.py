@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from psgd.diagnostics.preserve import preserved
-from psgd.evaluation import Gradients, _rng, _second, _set_rng
+from psgd.evaluation import rng_states, set_rng_states
 from psgd.group import Group, Point, tensors
-from psgd.scope import real
+from psgd.interception import Gradients, second
+from psgd.unit import real
 
 Loss = Callable[[], Tensor]
 
@@ -60,7 +61,7 @@ def hessian_operator(loss: Loss | Sequence[Loss], of: nn.Module | Iterable[Tenso
     losses = [loss] if callable(loss) else list(loss)
     if not losses:
         raise ValueError("hessian_operator needs at least one loss, got none")
-    sizes, start = [real(p).numel() for p in params], _rng(params)
+    sizes, start = [real(p).numel() for p in params], rng_states(params)
     dtype = torch.float32
     for p in params:
         dtype = torch.promote_types(dtype, real(p).dtype)
@@ -69,7 +70,7 @@ def hessian_operator(loss: Loss | Sequence[Loss], of: nn.Module | Iterable[Tenso
         probes = [split(row, params) for row in x.reshape(-1, x.shape[-1])]
         total = torch.zeros(len(probes), x.shape[-1]).to(x)
         with preserved(model, params):
-            _set_rng(params, start)
+            set_rng_states(params, start)
             for one in losses:
                 products = hessian_products(one(), params, probes)
                 total += torch.stack([flat(h, sizes, x) for h in products]) / len(losses)
@@ -157,7 +158,7 @@ def hessian_products(loss: Any, params: Sequence[Tensor], probes: Sequence[Seque
     g = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
     if all(t is None for t in g):
         raise ValueError("the loss needs to depend on the parameters, got a graph that reaches none of them")
-    products = [_second(g, params, v) for v in probes]
+    products = [second(g, params, v) for v in probes]
     if not all(t.isfinite().all() for h in products for t in h if t is not None):
         raise ValueError("Hessian products need to be finite, got one that is not")
     return products

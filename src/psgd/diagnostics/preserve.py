@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from psgd.evaluation import _rng, _set_rng
+from psgd.evaluation import rng_states, set_rng_states
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def preserved(model: nn.Module, params: Sequence[Tensor]) -> Iterator[None]:
     tensor([0., 0.])
     """
     numpy = sys.modules.get("numpy")
-    rng, python, other = _rng(params), random.getstate(), numpy and numpy.random.get_state()
+    rng, python, other = rng_states(params), random.getstate(), numpy and numpy.random.get_state()
     modes = [(m, m.training) for m in model.modules()]
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     grads = [(p, p.grad, p.grad.clone() if p.grad is not None else None) for p in params]
@@ -45,4 +45,4 @@ def preserved(model: nn.Module, params: Sequence[Tensor]) -> Iterator[None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(other)
-        _set_rng(params, rng)
+        set_rng_states(params, rng)
