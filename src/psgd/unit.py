@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from psgd.across import local, sharded, taken
 from psgd.group import Point
@@ -68,9 +69,12 @@ class Unit:
         self.whole = sum(map(math.prod, map(extent, self.params)))
         self.rows = self.shapes[0][0] if affine else 1
         self.shape = (self.rows, self.n // self.rows) if affine else extent(self.params[0]) or (1,)
+        self.plain = self.rows == 1 and all(s == p.shape for s, p in zip(self.shapes, self.params, strict=True))
 
     def flat(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor]:
         """Return pieces that make up the vector; None counts as zero."""
+        if self.plain and all(t is not None and t.dtype == dtype for t in tensors):
+            return [_flatten_dense_tensors(tensors)]  # the same as below, in one call
         like = self.params[0]
         pieces = [
             torch.zeros(size, dtype=dtype, device=like.device) if t is None else real(t).reshape(-1).to(dtype)
@@ -82,6 +86,8 @@ class Unit:
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Cut a vector into the shapes of the parameters (complex ones as pairs of reals)."""
+        if self.plain:
+            return list(_unflatten_dense_tensors(x, self.params))
         if self.rows == 1:
             return [piece.view(shape) for piece, shape in zip(x.split(self.sizes), self.shapes, strict=True)]
         widths = [size // self.rows for size in self.sizes]
