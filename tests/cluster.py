@@ -1,6 +1,7 @@
 """Real process groups: a scenario on so many ranks of this machine, and what each of them returned."""
 
 import os
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -42,6 +43,7 @@ def ranks(tmp_path_factory, world, scenario, name):
     folder = shared_folder(tmp_path_factory) / f"{name}-{world}"
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that ran out of time
             folder.mkdir()
             work = partial(_work, world=world, folder=str(folder), scenario=scenario)
             start_processes(work, nprocs=world, start_method="forkserver")
