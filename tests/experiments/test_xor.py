@@ -205,6 +205,8 @@ def test_success_stands_beside_the_papers():
     assert [p.title for p in xor.plots(results)] == ["Length 32", "Length 55", "Iterations to success"]
     text = xor.remarks(results)
     assert "1 of 2, misses the aim of 4 of 5" in text and "among the others: none" in text
+    text = xor.remarks([made([0.6, 0.05], ended=True, length=32, net="lstm")])
+    assert "at length 32: 1 of 1." in text and "the aim" not in text  # which is the RNN's
 
 
 def test_the_trend_of_the_rank():
