@@ -102,8 +102,8 @@ SEARCHED = {
     "psgd-lra": (3e-3, 3e-2),
     "psgd-xmat": (3e-3, 3e-2),
 }
-"""Where to look for rates: a decade for everyone. It is around the packages' defaults for the others, and for ours around
-what earlier trials on the held-out training text found: that is a head start."""
+"""Where to look for rates: a decade for everyone. It is around the packages' defaults for the others, and for ours
+around what earlier trials on the held-out training text found: that is a head start."""
 
 
 @dataclass(frozen=True)
