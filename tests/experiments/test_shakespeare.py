@@ -212,11 +212,11 @@ def test_presets_are_those_of_the_issue():
         for c in found:
             expected = Config(c.method, c.lr, iterations=iterations, warmup=100, batch=16, block=128, every=50)
             assert c == expected and c.held == 0 and c.source == "shakespeare"
-    assert all(low * 10 == pytest.approx(high) for low, high in map(shakespeare.lrs, shakespeare.SEARCHED))
+    assert all(low * 100 == pytest.approx(high) for low, high in map(shakespeare.lrs, shakespeare.CENTRES))
 
 
 def test_a_schedule_has_the_rate_of_the_method_that_it_is_of():
-    assert set(BUILDS) == {*shakespeare.SEARCHED, *shakespeare.SCHEDULES}
+    assert set(BUILDS) == {*shakespeare.CENTRES, *shakespeare.SCHEDULES}
     for name in shakespeare.SCHEDULES:
         assert shakespeare.learning_rate(name) == shakespeare.learning_rate("psgd-kron")
         with pytest.raises(ValueError, match=f"one of adamw, .*, got '{name}'"):
