@@ -65,8 +65,10 @@ def normal(
     >>> whole[2:5].equal(part)
     True
     """
-    runs = [(0, n)] if runs is None else runs
     place = device if rng is None else rng.device
+    if runs is None and n <= BLOCK:
+        return torch.randn(n, width, generator=rng, dtype=dtype, device=place)
+    runs = [(0, n)] if runs is None else runs
     out = torch.empty(sum(stop - start for start, stop in runs), width, dtype=dtype, device=place)
     if out.is_meta:
         return out

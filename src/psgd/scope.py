@@ -7,6 +7,7 @@ leading axis of every leaf. The point, and what each parameter has of it in the 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -172,9 +173,14 @@ class Scope:
         return lambda: self.move(self.group.balance(self.point), ok.view(1))
 
     @property
+    def free(self) -> bool:
+        """Whether to look at a number takes no waiting."""
+        return self.device.type == "cpu"
+
+    @property
     def alone(self) -> bool:
-        """Whether a step of the point may be written over it: one unit, on a device where looking first is free."""
-        return len(self.units) == 1 and self.device.type == "cpu"
+        """Whether a step of the point may be written over it: one unit, where looking first is free."""
+        return len(self.units) == 1 and self.free
 
     def scaled(self, factors: Tensor) -> Point:
         """Return the point with each unit's Q multiplied by its factor."""
@@ -184,6 +190,10 @@ class Scope:
         """Write a new point in place, or leave the old one for units where `ok` is false or the new is not finite."""
         moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
         count, self._ready = len(self.units), None
+        if self.free and bool(ok.all()) and all(math.isfinite(leaf.sum()) for _, leaf in moved):
+            for old, leaf in moved:  # the sums tell, unless finite numbers overflow in them
+                old.copy_(leaf)
+            return
         for leaf in (leaf for _, leaf in moved if leaf.numel()):
             each = leaf.view(count, -1) if count > 1 else leaf
             ends = (each.amax(1), each.amin(1)) if count > 1 else (each.amax(), each.amin())

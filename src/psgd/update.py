@@ -12,7 +12,7 @@ from torch import Tensor
 
 from psgd.across import ALONE, Across, local
 from psgd.group import How
-from psgd.linalg import lift
+from psgd.linalg import lift, maximum_modulus
 from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
 from psgd.schedule import Adaptive
@@ -42,13 +42,20 @@ class Update:
         return x if self.sure or self.late else torch.where(self.ok, x, otherwise)
 
     def fit(self, scope: Scope, v: dict[Tensor, Tensor], h: dict[Tensor, Tensor], fit: Fit) -> None:
-        """Move the scope's point by one step on its pair; parameters without h have no part in it."""
+        """Move the scope's point by one step on its pair; parameters without h have no part in it.
+
+        A pair without curvature says nothing: Q would grow for ever.
+        """
         pg, known = self.options[scope.params[0]], [p if p in h else None for p in scope.held]
         v_flat = scope.flat([None if p is None else v.get(p) for p in known])
         h_flat = scope.flat([None if p is None else h[p] for p in known])
+        watched = isinstance(schedule(pg), Adaptive)
         if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
             ok = torch.ones(1, dtype=torch.bool, device=scope.device)
-        else:  # a pair without curvature says nothing: Q would grow for ever
+        elif self.sure and scope.alone and not watched:
+            curved = 0 < float(maximum_modulus(h_flat)) < math.inf
+            ok, h_flat = torch.tensor([curved]), h_flat if curved else torch.zeros_like(h_flat)
+        else:
             each = scope.each(h_flat)
             most = torch.maximum(each.amax(1), -each.amin(1))
             ok = self.ok & most.isfinite() & (most > 0)
@@ -56,7 +63,8 @@ class Update:
         if scope.pair is not None:
             scope.pair = (v_flat, h_flat)
         point, group = scope.point, scope.group
-        settled = scope.across is not ALONE and bool(scope.scale["pairs"] >= _SCALE_PAIRS)  # no more to exchange
+        looked = scope.across is not ALONE or scope.free
+        settled = looked and bool((scope.scale["pairs"] >= _SCALE_PAIRS).all())  # no more to exchange
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
         how = How(pg["precond_lr"], coin, pg["rule"])
         if pg["init_scale"] is None and group.scalable and not settled:
@@ -65,10 +73,10 @@ class Update:
                 point = scope.scaled(factors())
             else:
                 how = how._replace(scale=lambda: factors()[0])
-        if scope.alone and not isinstance(schedule(pg), Adaptive):
+        if scope.alone and not watched:
             how = how._replace(lr=how.lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32)), out=point)
         point = scope.fitted(fit, point, v_flat, h_flat, how)
-        if isinstance(schedule(pg), Adaptive):
+        if watched:
             self._watch(scope, point, ok)
         else:
             scope.move(point, ok)
