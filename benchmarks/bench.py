@@ -1,7 +1,8 @@
 """The benchmarks: `python benchmarks/bench.py [sections…] [--quick] [--out DIR]`.
 
-Sections: step-cost, iterations, memory, growth, solvers; all, unless some are named. Writes bench.json, bench.md and
-bench.png. With --quick all is tiny: it takes a minute, shows that everything runs, and its numbers mean nothing.
+Sections: step-cost, roofline, iterations, memory, growth, solvers; all, unless some are named. Writes bench.json,
+bench.md and bench.png. With --quick all is tiny: it takes a minute, shows that everything runs, and its numbers mean
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from peers import PACKAGES  # noqa: E402
 
 from psgd.experiments import provenance  # noqa: E402
 
-SECTIONS = ("step-cost", "iterations", "memory", "growth", "solvers")
+SECTIONS = ("step-cost", "roofline", "iterations", "memory", "growth", "solvers")
 """The modules, imported when they run."""
 
 

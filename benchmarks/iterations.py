@@ -1,7 +1,8 @@
 """Whole training iterations: the time of one, gradient included, over that of plain SGD.
 
 A turn is ten iterations of which the first updates the preconditioner (p = 0.1), or some that all do (p = 1). What has
-no preconditioner that could wait (SGD, AdamW, Muon) stands in the first column.
+no preconditioner that could wait (SGD, AdamW, Muon) stands in the first column. A floor is plain SGD that takes the
+pair (v, Hv) where it would update: what is above it is the optimizer's own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from available import require
 from measurement import Measurement, failure
-from peers import Contestant, Runner, contestants
+from peers import Contestant, Runner, contestants, floors
 from timing import Task, Timing, contest, progress, silence
 from torch import Tensor
 from workloads import GPT_, LENET5, RESNET18, TINY, Problem
@@ -23,7 +24,7 @@ class Settings:
     between: int = 10
     """Iterations from one update to the next, for p = 0.1."""
     rounds: int = 20
-    budget: float = 1800.0  # seconds for each problem
+    budget: float = 300.0  # seconds for each problem
 
 
 FULL = Settings()
@@ -50,7 +51,7 @@ def on(problem: Problem, settings: Settings) -> list[Measurement]:
     rarely, always = columns(settings.between)
     tasks: dict[tuple[str, str], Task] = {}
     errors: dict[tuple[str, str], str] = {}
-    entries = {c.name: c for c in contestants()}
+    entries = {c.name: c for c in (*contestants(), *floors())}
     for entry in entries.values():
         mine = (rarely, always) if entry.updates else (rarely,)
         if entry.compiles and not problem.compiling:

@@ -8,6 +8,7 @@ is a contestant with an error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,42 @@ class Curved(Runner):
             p.grad = g
         self.optimizer.step()
         self.optimizer.zero_grad()  # lest the graph stays
+
+
+class Floor(Runner):
+    """Plain SGD that takes a pair (v, h) where it would update, and does nothing with it: no step costs less."""
+
+    def __init__(self, model: nn.Module, take: Callable[[Loss, Sequence[Tensor]], None]) -> None:
+        super().__init__(torch.optim.SGD(model.parameters(), lr=LR), model)
+        self.take = take
+
+    def iterate(self, loss: Loss) -> None:
+        if not self.updating:
+            super().iterate(loss)
+            return
+        self.optimizer.zero_grad()
+        self.take(loss, self.params)
+        self.optimizer.step()
+
+
+def exact_pair(loss: Loss, params: Sequence[Tensor]) -> None:
+    """Take g and Hv by differentiating twice."""
+    g = torch.autograd.grad(loss(), params, create_graph=True)
+    torch.autograd.grad(g, params, [torch.randn_like(p) for p in params])
+    for p, gi in zip(params, g, strict=True):
+        p.grad = gi.detach()
+
+
+def difference_pair(loss: Loss, params: Sequence[Tensor]) -> None:
+    """Take g at θ + εv and at θ."""
+    v = [1e-3 * torch.randn_like(p) for p in params]
+    with torch.no_grad():
+        torch._foreach_add_(params, v)
+    moved = torch.autograd.grad(loss(), params)
+    with torch.no_grad():
+        torch._foreach_sub_(params, v)
+    loss().backward()
+    torch._foreach_sub([p.grad for p in params if p.grad is not None], list(moved))
 
 
 class Compiled(Runner):
@@ -264,6 +301,18 @@ def muon(rounded: bool) -> Callable[[nn.Module], Runner]:
         return Runner((kind if rounded else unrounded(kind))([g for g in groups if g["params"]]), model)
 
     return build
+
+
+# --- what no optimizer can undercut
+
+
+def floors() -> list[Contestant]:
+    """Return what the pair alone costs, of each source."""
+    pairs = {"hessian": exact_pair, "finite difference": difference_pair}
+    return [
+        Contestant(f"floor: the pair alone, {source}", functools.partial(Floor, take=take), newton=True, given=False)
+        for source, take in pairs.items()
+    ]
 
 
 # --- all

@@ -28,7 +28,7 @@ import step_cost  # noqa: E402
 from measurement import Measurement  # noqa: E402
 from timing import Task, contest, silence  # noqa: E402
 
-SECTIONS = ("step-cost", "iterations", "memory", "growth", "solvers")
+SECTIONS = ("step-cost", "roofline", "iterations", "memory", "growth", "solvers")
 
 
 # --- the stopwatch

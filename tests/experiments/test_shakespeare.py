@@ -206,7 +206,7 @@ def test_training_that_diverges_ends_and_is_no_place_to_go_on_from():
 
 
 def test_presets_are_those_of_the_issue():
-    for preset, iterations in (("cpu", 600), ("paper", 5000)):
+    for preset, iterations in (("cpu", 500), ("paper", 5000)):
         found = shakespeare.cells(preset)
         assert [c.method for c in found] == list(BUILDS) and len(shakespeare.seeds(preset)) == 3
         for c in found:

@@ -1,7 +1,7 @@
 """A character GPT of 0.8 million parameters on Tiny Shakespeare: who reaches AdamW's loss first, and how soon?
 
 Not of the paper. Four layers of width 128 with four heads, batches of 16 pieces of 128 characters, 5,000 iterations
-(600 on a CPU). The rate of every method rises over 100 iterations and falls to a tenth along a cosine; its peak is
+(500 on a CPU). The rate of every method rises over 100 iterations and falls to a tenth along a cosine; its peak is
 tuned, with as many trials for everyone, in 200 iterations on all but the last tenth of the training text, which judges
 them. The reported losses are of the validation text: 320 pieces, always the same ones, every 50 iterations. Seconds are
 the CPU's, of one thread that trains (on a GPU, those of the clock), so that what else the machine does counts little.
@@ -139,7 +139,7 @@ TINY = Config(
 
 def cells(preset: Preset) -> list[Config]:
     """Return one for each method."""
-    base = {"quick": TINY, "cpu": Config(iterations=600), "paper": Config()}[preset]
+    base = {"quick": TINY, "cpu": Config(iterations=500), "paper": Config()}[preset]
     return [dataclasses.replace(base, method=m, lr=learning_rate(m)) for m in BUILDS]
 
 

@@ -1,0 +1,114 @@
+"""Write docs/shakespeare.md from results/shakespeare and the tuned rates: `./run python docs/make_shakespeare_page.py`.
+
+`psgd tune shakespeare all --trials 6`, then `psgd run shakespeare` and `psgd report`, make what it is written from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from psgd.experiments import shakespeare, store
+from psgd.experiments.report.looks import number
+from psgd.experiments.tune import FILE, read
+
+ROOT = Path(__file__).parents[1]
+RUN = ROOT / "results" / "shakespeare"
+
+HEAD = """# A character GPT: who reaches AdamW's loss first?
+
+<!-- Written by docs/make_shakespeare_page.py: edit that, then `./run python docs/make_shakespeare_page.py`. -->
+
+Tiny Shakespeare, {parameters:,} parameters (four layers of width {width}, four heads), batches of {batch} pieces of
+{block} characters, {iterations:,} iterations with {warmup} of warm-up and a cosine down to a tenth; {seeds} seeds, one
+for `psgd-kron-every` and `psgd-kron-adaptive`. Everyone's rate is the best of {trials} trials by Optuna in two decades,
+on held-out training text; all else are the packages' own defaults. Seconds are the CPU's, of one thread that trains.
+
+![Validation loss by iteration](../results/plots/shakespeare-tiny-shakespeare-by-iteration.png)
+![Validation loss by seconds](../results/plots/shakespeare-tiny-shakespeare-by-time.png)
+
+"""
+
+METHODS = """
+`psgd-kron` whitens the momentum, `psgd-kron-gradient`, `psgd-lra` and `psgd-xmat` the gradient; `psgd-kron-newton`
+takes exact Hessian products, for which attention is computed without torch's fused kernels. Muon's AdamW, which moves
+embeddings and gains, has a tenth of Muon's rate: better in trials than the package's own ratio.
+
+## What it says
+
+"""
+
+RATES = """
+## The rates
+
+Each trial is a run of {iterations} iterations, judged by the last tenth of the training text, which it does not see.
+
+"""
+
+TAIL = """
+Run on commit {commit}, with {versions}, on {processor}; `{command}`. The records are in
+[results/shakespeare](../results/shakespeare).
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    run = store.load(RUN)
+    config = run.results[0].config
+    seeds = len({r.seed for r in run.results})
+    table = shakespeare.tables(run.results)[0]
+    tuned = {m: entry for m, entry in read(FILE)["shakespeare"].items() if m in shakespeare.CENTRES}
+    (trials,) = {entry["trials"] for entry in tuned.values()}
+    head = HEAD.format(**vars(config), parameters=parameters(config), seeds=seeds, trials=trials)
+    rates = [
+        (m, entry["lr"], f"{entry['range'][0]:g} … {entry['range'][1]:g}", entry["score"], entry["diverged"])
+        for m, entry in sorted(tuned.items(), key=lambda item: list(shakespeare.BUILDS).index(item[0]))
+    ]
+    about, versions = run.provenance, run.provenance["versions"]
+    packages = ("torch", "heavyball", "pytorch-optimizer")
+    tail = TAIL.format(
+        commit=about["commit"][:7],
+        versions=", ".join(f"{name} {versions[name]}" for name in packages if name in versions),
+        processor=f"{about['cpus']} cores of {about['processor']}",
+        command=Path(about["command"].split()[0]).name + " " + " ".join(about["command"].split()[1:3]),
+    )
+    return (
+        head
+        + markdown(table.columns, table.rows)
+        + f"\n{table.note}\n"
+        + METHODS
+        + shakespeare.remarks(run.results)
+        + "\n"
+        + RATES.format(iterations=shakespeare.tuning("adamw").iterations)
+        + markdown(("method", "rate", "searched", "held-out loss", "diverged"), rates)
+        + tail
+    )
+
+
+def parameters(config: shakespeare.Config) -> int:
+    """Return how many there are."""
+    from psgd.experiments.gpt import GPT
+    from psgd.probes import generator
+
+    shape = {key: getattr(config, key) for key in ("block", "width", "layers", "heads")}
+    return sum(p.numel() for p in GPT(65, generator(0), **shape).parameters())
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table."""
+    lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def cell(value: Any) -> str:
+    """Return an entry.
+
+    >>> cell(None), cell(0.12345), cell("psgd")
+    ('–', '0.1235', 'psgd')
+    """
+    return number(value) if value is None or isinstance(value, (int, float)) else str(value)
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("shakespeare.md").write_text(page(), encoding="utf-8")

@@ -1,0 +1,126 @@
+"""Write docs/speed.md from results/bench/bench.json: `./run python docs/make_speed_page.py`.
+
+`./run bench --out results/bench` makes what it is written from.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import report  # noqa: E402
+import roofline  # noqa: E402
+from bars import SIZE, Verdict, rivalries, verdicts  # noqa: E402
+from measurement import Measurement  # noqa: E402
+
+BENCH = ROOT / "results" / "bench" / "bench.json"
+
+HEAD = """# Speed
+
+<!-- Written by docs/make_speed_page.py: edit that, then `./run python docs/make_speed_page.py`. -->
+
+`./run bench` measures what a step costs: ours and the peers take turns in one process, on one thread, and the least
+time of each counts. A step alone is told in copies of n float32, the least that moves n numbers at all; an iteration,
+gradient included, in iterations of plain SGD. [All tables](../results/bench/bench.md),
+[the picture](../results/bench/bench.png), [the numbers](../results/bench/bench.json). Here it ran on commit {commit},
+torch {torch}, {cpus} cores of {processor}{dirty}.
+
+## The bars
+
+Where Hessian products are asked for, p = 0.1 means one in every tenth iteration. A bar stands for each source of
+curvature: exact products, differences of gradients, and whitening, which needs no second derivative.
+
+"""
+
+LIMITS = """
+## What limits the others
+
+"""
+
+PEERS = """
+## Against the peers
+
+In {ahead} of {total} cells that both have, the best of ours that fits the same is ahead of the peer (psgd-torch,
+HeavyBall, kron-torch, and pytorch_optimizer's Kron and SOAP), and equal in {equal}. Behind it is here:
+
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    record = json.loads(BENCH.read_bytes())
+    about, found = (
+        record["about"],
+        [Measurement(**m | {"families": tuple(m["families"])}) for m in record["measurements"]],
+    )
+    judged = [v for v in verdicts(found) if v.met is not None]
+    head = HEAD.format(
+        **{key: about[key] for key in ("cpus", "processor")},
+        commit=about["commit"][:7],
+        torch=about["versions"]["torch"],
+        dirty=", with changes that were not committed" if about["dirty"] else "",
+    )
+    missed = [v for v in judged if not v.met]
+    return head + bars(judged) + LIMITS + "".join(f"- {why(v, found)}\n" for v in missed) + peers(found)
+
+
+def bars(judged: list[Verdict]) -> str:
+    """Return them as a table."""
+    lines = report.grid(["where", "what", "before", "memory floor", "at most", "measured", "met"])
+    for v in judged:
+        bar, met = v.bar, "yes" if v.met else "**no**"
+        measured = report.cell(v.measured)
+        lines.append(
+            report.line(
+                [bar.table, f"{bar.row}: {bar.column}", bar.reference, bar.floor, f"{bar.at_most:g}", measured, met]
+            )
+        )
+    return "\n".join(lines) + "\n"
+
+
+def why(v: Verdict, found: list[Measurement]) -> str:
+    """Say what is below a number that is too high: what torch's own calls take, without any of ours."""
+    assert v.measured is not None and v.measured.value is not None
+    value, cells = v.measured.value, {(m.table, m.row, m.column): m.value for m in found}
+    said = f"{v.bar.table}, {v.bar.row}, {v.bar.column}: {report.number(value)}, at most {v.bar.at_most:g}. "
+    if v.bar.table == SIZE and "lra" in v.bar.row and v.bar.column == "fit":
+        table = next(m.table for m in found if m.row == roofline.PRODUCTS)
+        products, traffic = (cells[table, row, "cost"] for row in (roofline.PRODUCTS, roofline.TRAFFIC))
+        gram = next(m.value for m in found if m.table == table and m.row.startswith("VᵀU"))
+        return said + (
+            f"Its matrix products alone take {report.number(products or 0)} copies, of which the two r×r Gram matrices "
+            f"take {report.number(2 * (gram or 0))}: too narrow for the BLAS to be fast; its traffic would take "
+            f"{report.number(traffic or 0)}."
+        )
+    source = next((s for s in ("hessian", "finite difference") if s in v.bar.row), None)
+    floor = cells.get((v.bar.table, f"floor: the pair alone, {source}", v.bar.column))
+    if floor is not None:
+        reach = "above the bar by itself" if floor > v.bar.at_most else "below the bar"
+        return said + (
+            f"Plain SGD that takes such a pair and does nothing with it is at {report.number(floor)}, {reach}; "
+            f"the optimizer's own part is {report.number(value - floor)}."
+        )
+    plain = cells.get((v.bar.table, "torch AdamW, fused", v.bar.column))
+    beside = "" if plain is None else f" torch's fused AdamW is at {report.number(plain)}."
+    return said + f"There is no pair to take: this is the optimizer's own part.{beside}"
+
+
+def peers(found: list[Measurement]) -> str:
+    """Say where we are behind."""
+    pairs = sorted(rivalries(found), key=lambda pair: pair.ratio)
+    behind = [pair for pair in pairs if pair.ratio < 0.995]
+    equal = sum(0.995 <= pair.ratio <= 1.005 for pair in pairs)
+    text = PEERS.format(ahead=len(pairs) - len(behind) - equal, total=len(pairs), equal=equal)
+    lines = report.grid(["where", "peer", "ours", "peer / ours"])
+    for pair in behind:
+        where = f"{pair.peer.table}: {pair.peer.column}"
+        lines.append(report.line([where, pair.peer.row, pair.ours.row, report.number(pair.ratio)]))
+    return text + ("\n".join(lines) if behind else "Nowhere.") + "\n"
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("speed.md").write_text(page(), encoding="utf-8")
