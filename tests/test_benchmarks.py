@@ -322,7 +322,7 @@ def test_a_quick_run_writes_all_that_it_should(section: str, tmp_path):
         missing = any(m["row"].startswith(name.replace("-", "_")) or m["row"].startswith(name) for name in absent)
         assert m["error"] is None or m["error"].startswith("not measured") or missing, m
     rows = {m["row"] for m in found}
-    if section not in ("growth", "solvers"):
+    if section not in ("roofline", "growth", "solvers"):
         assert {c.name for c in ALL.values() if c.given} <= rows
     page = (tmp_path / "bench.md").read_text()
     assert all(f"## {m['table']}\n" in page for m in found) and all(row in page for row in rows)
