@@ -90,7 +90,7 @@ def turns(entry: Contestant, problem: Problem, between: int, names: tuple[str, s
     """Return the turns of a contestant on a problem, both with one optimizer."""
     require(0)
     network = problem.network()
-    loss, runner = problem.loss(network, twice=entry.newton), entry.build(network)
+    loss, runner = problem.loss(network, twice=entry.twice), entry.build(network)
     rarely, always = names
     tasks = {(entry.name, rarely): Task(turn(runner, loss, 1, between - 1), between)}
     if entry.updates:

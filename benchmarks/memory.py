@@ -129,7 +129,7 @@ def alone(entry: Contestant, settings: Settings) -> tuple[int, int, int]:
 def whole(entry: Contestant, problem: Problem) -> tuple[int, int, int]:
     """Return the bytes of state, and the peaks of iterations: gradients, graph and activations included."""
     network = problem.network()
-    loss: Callable[[], Tensor] = problem.loss(network, twice=entry.newton)
+    loss: Callable[[], Tensor] = problem.loss(network, twice=entry.twice)
     return three(entry, network, lambda runner: runner.iterate(loss))
 
 

@@ -143,8 +143,8 @@ class Contestant:
     """What it may be compared with: the same preconditioner, fitted to the same."""
     updates: bool = True
     """Whether it has a preconditioner that need not be updated on each step."""
-    newton: bool = False
-    """Whether it differentiates the loss twice, and takes no given gradients."""
+    twice: bool = False
+    """Whether it differentiates the loss twice, which fused attention cannot."""
     given: bool = True
     """Whether it makes steps on given gradients."""
     compiles: bool = False
@@ -196,7 +196,8 @@ def our_contestants() -> list[Contestant]:
             for compiled in (False, True) if hasattr(psgd.PSGD, "compile") else (False,):
                 label = f"psgd {name}, {source}" + ", compiled" * compiled
                 build = ours(group, curvature, compiled=compiled)
-                found.append(Contestant(label, build, families, newton=newton, given=not newton, compiles=compiled))
+                twice = source == "hessian"
+                found.append(Contestant(label, build, families, twice=twice, given=not newton, compiles=compiled))
     return found
 
 
@@ -310,7 +311,12 @@ def floors() -> list[Contestant]:
     """Return what the pair alone costs, of each source."""
     pairs = {"hessian": exact_pair, "finite difference": difference_pair}
     return [
-        Contestant(f"floor: the pair alone, {source}", functools.partial(Floor, take=take), newton=True, given=False)
+        Contestant(
+            f"floor: the pair alone, {source}",
+            functools.partial(Floor, take=take),
+            twice=take is exact_pair,
+            given=False,
+        )
         for source, take in pairs.items()
     ]
 
@@ -328,7 +334,7 @@ PEERS = [
             f"psgd-torch {name}, {how}",
             of_psgd_torch(kind, how, **options),
             (f"{family} {how}",),
-            newton=how == "Newton",
+            twice=how == "Newton",
             given=False,
         )
         for kind, name, family, options in (
@@ -360,7 +366,7 @@ PEERS = [
     Contestant("pytorch_optimizer Kron", of_pytorch_optimizer("Kron", po_kron), KRON),
     Contestant("pytorch_optimizer SOAP", of_pytorch_optimizer("SOAP", po_soap), KRON),
     Contestant("pytorch_optimizer Shampoo", of_pytorch_optimizer("Shampoo", po_shampoo)),
-    Contestant("pytorch_optimizer AdaHessian", of_pytorch_optimizer("AdaHessian", po_adahessian, Curved), newton=True),
+    Contestant("pytorch_optimizer AdaHessian", of_pytorch_optimizer("AdaHessian", po_adahessian, Curved), twice=True),
     Contestant("pytorch_optimizer Muon", muon(rounded=True), updates=False),
     Contestant("pytorch_optimizer Muon, float32", muon(rounded=False), updates=False),
 ]
