@@ -1,8 +1,8 @@
 """Whole training iterations: the time of one, gradient included, over that of plain SGD.
 
-A turn is ten iterations of which the first updates the preconditioner (p = 0.1), or some that all do (p = 1). What has
-no preconditioner that could wait (SGD, AdamW, Muon) stands in the first column. A floor is plain SGD that takes the
-pair (v, Hv) where it would update: what is above it is the optimizer's own.
+A turn is some iterations that all update the preconditioner (p = 1), or some of which none does; p = 0.1 is a tenth of
+the one and nine tenths of the other. What has no preconditioner that could wait (SGD, AdamW, Muon) stands in the first
+column. A floor is plain SGD that takes the pair (v, Hv) where it would update: what is above it is the optimizer's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from workloads import GPT_, LENET5, RESNET18, TINY, Problem
 class Settings:
     problems: tuple[Problem, ...] = (LENET5, GPT_, RESNET18)
     between: int = 10
-    """Iterations from one update to the next, for p = 0.1."""
+    """Iterations for each update, in the first column."""
     rounds: int = 20
     budget: float = 300.0  # seconds for each problem
 
@@ -63,7 +63,9 @@ def on(problem: Problem, settings: Settings) -> list[Measurement]:
                 tasks |= turns(entry, problem, settings.between, (rarely, always))
         except Exception as e:
             errors |= {(entry.name, c): failure(e) for c in mine}
-    times = contest(tasks, rounds=settings.rounds, budget=settings.budget)
+    times = mixed(
+        contest(tasks, rounds=settings.rounds, budget=settings.budget), 1 / settings.between, (rarely, always)
+    )
     sgd = times["torch SGD", rarely]
     times |= {key: Timing(None, error=error) for key, error in errors.items()}
     found = []
@@ -87,26 +89,39 @@ def on(problem: Problem, settings: Settings) -> list[Measurement]:
 
 
 def turns(entry: Contestant, problem: Problem, between: int, names: tuple[str, str]) -> dict[tuple[str, str], Task]:
-    """Return the turns of a contestant on a problem, both with one optimizer."""
+    """Return the turns of a contestant on a problem, both with one optimizer: first one with updates, to have a P."""
     require(0)
     network = problem.network()
     loss, runner = problem.loss(network, twice=entry.twice), entry.build(network)
     rarely, always = names
-    tasks = {(entry.name, rarely): Task(turn(runner, loss, 1, between - 1), between)}
-    if entry.updates:
-        tasks[entry.name, always] = Task(turn(runner, loss, problem.turn, 0), problem.turn)
-    return tasks
+    tasks = {(entry.name, always): Task(turn(runner, loss, True, problem.turn), problem.turn)} if entry.updates else {}
+    return tasks | {(entry.name, rarely): Task(turn(runner, loss, False, problem.turn), problem.turn)}
 
 
-def turn(runner: Runner, loss: Callable[[], Tensor], updates: int, others: int) -> Callable[[], None]:
-    """Return some iterations that update, and then some that do not."""
+def turn(runner: Runner, loss: Callable[[], Tensor], updating: bool, count: int) -> Callable[[], None]:
+    """Return some iterations that update, or do not."""
 
     def iterate() -> None:
-        runner.due(True)
-        for _ in range(updates):
-            runner.iterate(loss)
-        runner.due(False)
-        for _ in range(others):
+        runner.due(updating)
+        for _ in range(count):
             runner.iterate(loss)
 
     return iterate
+
+
+def mixed(times: dict[tuple[str, str], Timing], share: float, always: str) -> dict[tuple[str, str], Timing]:
+    """Return the times of iterations of which some update, from those of which none does, and the others as they are.
+
+    >>> found = mixed({("a", "p = 1"): Timing(3.0, 5), ("a", "p = 0.5"): Timing(1.0, 4)}, 0.5, "p = 1")
+    >>> found["a", "p = 0.5"]
+    Timing(seconds=2.0, rounds=4, error=None)
+    """
+    found = {}
+    for (name, column), without in times.items():
+        update = times.get((name, always), without)
+        if column == always or without.seconds is None or update.seconds is None:
+            found[name, column] = without if update.error is None else update
+            continue
+        seconds = share * update.seconds + (1 - share) * without.seconds
+        found[name, column] = Timing(seconds, min(update.rounds, without.rounds))
+    return found

@@ -24,7 +24,7 @@ class Problem:
     network: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
     turn: int = 10
-    """Steps of a turn if each updates."""
+    """Iterations of a turn."""
     compiling: bool = True
     """Whether optimizers that compile for each shape of tensors are waited for."""
 
@@ -53,9 +53,12 @@ def text(count: int, block: int) -> tuple[Tensor, Tensor]:
 
 LENET5 = Problem("LeNet5, batch 64", lambda: LeNet5(generator(2)), lambda: images(64, 1, 28))
 GPT_ = Problem(
-    "GPT of 0.8 M parameters, batch 12, 64 tokens", lambda: GPT(65, generator(2), block=64), lambda: text(12, 64)
+    "GPT of 0.8 M parameters, batch 12, 64 tokens",
+    lambda: GPT(65, generator(2), block=64),
+    lambda: text(12, 64),
+    turn=3,
 )
-RESNET18 = Problem("ResNet18, batch 32", lambda: resnet.seeded(2), lambda: images(32, 3, 32), turn=2, compiling=False)
+RESNET18 = Problem("ResNet18, batch 32", lambda: resnet.seeded(2), lambda: images(32, 3, 32), turn=1, compiling=False)
 
 TINY = (
     Problem("LeNet5, batch 2", LENET5.network, lambda: images(2, 1, 28), turn=1, compiling=False),

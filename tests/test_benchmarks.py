@@ -26,7 +26,7 @@ import report  # noqa: E402
 import resnet  # noqa: E402
 import step_cost  # noqa: E402
 from measurement import Measurement  # noqa: E402
-from timing import Task, contest, silence  # noqa: E402
+from timing import Task, Timing, contest, silence  # noqa: E402
 
 SECTIONS = ("step-cost", "roofline", "iterations", "memory", "growth", "solvers")
 
@@ -178,7 +178,7 @@ def test_steps_on_given_gradients_move_the_parameters_and_spoil_nobody_elses(nam
     assert all(p.isfinite().all() and p.abs().max() > 0 for p in model)
 
 
-def test_one_iteration_in_ten_updates():
+def test_a_turn_updates_always_or_never():
     calls: list[bool] = []
 
     class Counting(peers.Runner):
@@ -186,8 +186,21 @@ def test_one_iteration_in_ten_updates():
             calls.append(self.updating)
 
     runner = Counting(None, nn.Linear(1, 1))
-    iterations.turn(runner, lambda: torch.zeros(()), 1, 9)()
-    assert calls == [True] + [False] * 9
+    for updating in (True, False):
+        iterations.turn(runner, lambda: torch.zeros(()), updating, 2)()
+    assert calls == [True, True, False, False]
+
+
+def test_one_iteration_in_ten_updates():
+    times = {("a", "p = 1"): Timing(3.0, 5), ("a", "p = 0.1"): Timing(1.0, 4), ("b", "p = 0.1"): Timing(2.0, 4)}
+    found = iterations.mixed(times, 0.1, "p = 1")
+    assert found["a", "p = 0.1"].seconds == pytest.approx(1.2) and found["a", "p = 1"].seconds == 3
+    assert found["b", "p = 0.1"].seconds == 2
+
+
+def test_what_cannot_update_has_no_mixture():
+    times = {("a", "p = 1"): Timing(None, error="x"), ("a", "p = 0.1"): Timing(1.0, 4)}
+    assert {t.error for t in iterations.mixed(times, 0.1, "p = 1").values()} == {"x"}
 
 
 def test_low_rank_fits_of_psgd_torch_move_both_factors_in_turn():
@@ -279,7 +292,7 @@ def test_the_picture_shows_every_table(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("name", ["measurement", "memory", "report"])
+@pytest.mark.parametrize("name", ["iterations", "measurement", "memory", "report", "roofline"])
 def test_examples(name: str):
     results = doctest.testmod(importlib.import_module(name))
     assert results.attempted and not results.failed
@@ -332,4 +345,4 @@ def test_a_quick_run_writes_all_that_it_should(section: str, tmp_path):
 
 def test_an_unknown_section_is_refused():
     done = command("speed")
-    assert done.returncode == 2 and "a section is one of step-cost, iterations" in done.stderr
+    assert done.returncode == 2 and "a section is one of step-cost, roofline, iterations" in done.stderr
