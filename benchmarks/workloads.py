@@ -51,7 +51,7 @@ def text(count: int, block: int) -> tuple[Tensor, Tensor]:
     return characters[:, :-1].contiguous(), characters[:, 1:].contiguous()
 
 
-LENET5 = Problem("LeNet5, batch 64", lambda: LeNet5(generator(2)), lambda: images(64, 1, 28))
+LENET5 = Problem("LeNet5, batch 64", lambda: LeNet5(generator(2)), lambda: images(64, 1, 28), compiling=False)
 GPT_ = Problem(
     "GPT of 0.8 M parameters, batch 12, 64 tokens",
     lambda: GPT(65, generator(2), block=64),
