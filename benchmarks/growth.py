@@ -35,7 +35,7 @@ class Settings:
     """With a changing lr, while compilations are counted."""
     rounds: int = 10
     least: float = 2e-3
-    budget: float = 30.0  # seconds for each column
+    budget: float = 10.0  # seconds for each column
     compiling: bool = True
 
 

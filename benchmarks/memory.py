@@ -29,7 +29,7 @@ class Settings:
     count: int = 10
     matrix: tuple[int, int] = (250, 400)
     problem: Problem = GPT_
-    compiling: bool = True
+    compiling: bool = False
 
 
 FULL = Settings()

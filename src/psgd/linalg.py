@@ -25,10 +25,16 @@ CHUNK = 1 << 15
 def chunks(n: int, like: Tensor, times: int = 1) -> list[tuple[int, int]]:
     """Return the ends of pieces of 0 … n; a compiler gets one piece, and finds its own, as does another device.
 
+    Two pieces are not worth their calls.
+
     >>> chunks(70_000, torch.ones(()))
     [(0, 32768), (32768, 65536), (65536, 70000)]
+    >>> chunks(65_536, torch.ones(()))
+    [(0, 65536)]
     """
-    size = n if torch.compiler.is_compiling() or like.device.type != "cpu" else times * CHUNK
+    size = times * CHUNK
+    if torch.compiler.is_compiling() or like.device.type != "cpu" or n <= 2 * size:
+        size = n
     return [(i, min(n, i + size)) for i in range(0, n, max(1, size))]
 
 
@@ -49,6 +55,17 @@ def goes(size: Tensor) -> bool:
     (True, False)
     """
     return 0 < float(size) < float("inf")
+
+
+def plus(x: Tensor, y: Tensor, z: Tensor, value: float = 1.0) -> Tensor:
+    """x + value·y∘z, written over x where that is possible: vmap has no rule for it, and a compiler no need.
+
+    >>> plus(torch.ones(2), torch.ones(2), torch.arange(2.0))
+    tensor([1., 2.])
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return torch.addcmul(x, y, z, value=value)
+    return x.addcmul_(y, z, value=value)
 
 
 def outer(x: Tensor, y: Tensor) -> Tensor:

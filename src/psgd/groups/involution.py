@@ -11,7 +11,7 @@ from torch import Tensor
 
 from psgd.algebra import MatrixAlgebra
 from psgd.group import How, Point
-from psgd.linalg import batch_sum, chunks, goes, lift
+from psgd.linalg import batch_sum, chunks, goes, lift, plus
 
 
 class Involution(MatrixAlgebra):
@@ -70,20 +70,24 @@ class Involution(MatrixAlgebra):
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
             return super().fitted(q, v, h, how)
-        pieces, middle = chunks(len(h) // 2, h), self.lone(len(h))
-        alone = (q["a"][middle] * h[middle], v[middle] / q["a"][middle])
+        pieces, middle, zero = chunks(len(h) // 2, h), self.lone(len(h)), h.new_zeros(1)
+        alone = [(q["a"][middle] * h[middle], v[middle] / q["a"][middle])] if len(h) % 2 else []
+        whole = self._ends(q, v, h, *pieces[0]) if len(pieces) == 1 else None  # so small that it is kept
+
+        def ends(i: int, j: int) -> tuple[Tensor, ...]:
+            return self._ends(q, v, h, i, j) if whole is None else whole
 
         def norm() -> Tensor:
-            found = [_symmetric(*_residual(*self._ends(q, v, h, i, j)[4:])).reshape(1) for i, j in pieces]
-            found += [(alone[0].square() - alone[1].square()).abs(), h.new_zeros(1)]
+            found = [_symmetric(*_residual(*ends(i, j)[4:])).reshape(1) for i, j in pieces]
+            found += [zero, *((y.square() - z.square()).abs() for y, z in alone)]
             return how.across.max(torch.cat(found).amax())[0]
 
         def bound() -> Tensor:
-            ups, downs = [alone[0].square(), h.new_zeros(1)], [alone[1].square(), h.new_zeros(1)]
+            ups, downs = [zero, *(y.square() for y, _ in alone)], [zero, *(z.square() for _, z in alone)]
             for i, j in pieces:
-                *_, y, y_, z, z_ = self._ends(q, v, h, i, j)
-                ups.append(torch.addcmul(y * y, y_, y_).amax().reshape(1))
-                downs.append(torch.addcmul(z * z, z_, z_).amax().reshape(1))
+                *_, y, y_, z, z_ = ends(i, j)
+                ups.append(plus(y * y, y_, y_).amax().reshape(1))
+                downs.append(plus(z * z, z_, z_).amax().reshape(1))
             up, down = how.across.max(torch.cat(ups).amax(), torch.cat(downs).amax())
             return up + down
 
@@ -92,23 +96,24 @@ class Involution(MatrixAlgebra):
             return q
         new = {k: torch.empty_like(q[k]) if how.out is None else how.out[k] for k in ("a", "b")} | {"ell": ell}
         for i, j in pieces:
-            a, a_, b, b_, *rest = self._ends(q, v, h, i, j)
+            a, a_, b, b_, *rest = ends(i, j)
             e, e_, f = (t.mul_(-size) for t in _residual(*rest))  # [[e, f], [f, e′]] times [[a, b], [b′, a′]]
-            a_new = torch.addcmul(torch.addcmul(a, e, a), f, b_), torch.addcmul(torch.addcmul(a_, f, b), e_, a_)
-            b_new = torch.addcmul(torch.addcmul(b, e, b), f, a_), torch.addcmul(torch.addcmul(b_, f, a), e_, b_)
+            a_new = plus(torch.addcmul(a, e, a), f, b_), plus(torch.addcmul(a_, f, b), e_, a_)
+            b_new = plus(torch.addcmul(b, e, b), f, a_), plus(torch.addcmul(b_, f, a), e_, b_)
             self.put(new["a"], i, j, *a_new)  # only now: the old ones may be views of it
             self.put(new["b"], i, j, *b_new)
-        new["a"][middle] = q["a"][middle] * (1 - size * (alone[0].square() - alone[1].square()))
-        new["b"][middle] = 0
+        for y, z in alone:
+            new["a"][middle] = q["a"][middle] * (1 - size * (y.square() - z.square()))
+            new["b"][middle] = 0
         return new
 
     def _ends(self, q: Point, v: Tensor, h: Tensor, i: int, j: int) -> tuple[Tensor, ...]:
         """Return a, b, y = Qh and z = Q⁻ᵀv of pairs i … j, each with the partners' after it."""
         (a, a_), (b, b_) = self.couples(q["a"], i, j), self.couples(q["b"], i, j)
         (v, v_), (h, h_) = self.couples(v, i, j), self.couples(h, i, j)
-        inverse = torch.addcmul(a * a_, b, b_, value=-1).reciprocal_()
-        y, y_ = torch.addcmul(a * h, b, h_), torch.addcmul(b_ * h, a_, h_)
-        z, z_ = torch.addcmul(a_ * v, b_, v_, value=-1), torch.addcmul(a * v_, b, v, value=-1)
+        inverse = plus(a * a_, b, b_, value=-1).reciprocal_()
+        y, y_ = plus(a * h, b, h_), plus(b_ * h, a_, h_)
+        z, z_ = plus(a_ * v, b_, v_, value=-1), plus(a * v_, b, v, value=-1)
         z, z_ = z.mul_(inverse), z_.mul_(inverse)
         return a, a_, b, b_, y, y_, z, z_
 
@@ -118,10 +123,11 @@ class Involution(MatrixAlgebra):
         k, out = len(g) // 2, torch.empty_like(g)
         for i, j in chunks(k, g):
             (a, a_), (b, b_), (x, x_) = (self.couples(t, i, j) for t in (q["a"], q["b"], g))
-            y, y_ = torch.addcmul(a * x, b, x_), torch.addcmul(b_ * x, a_, x_)
-            self.put(out, i, j, torch.addcmul(a * y, b_, y_), torch.addcmul(b * y, a_, y_))
-        middle = self.lone(len(g))
-        out[middle] = q["a"][middle].square() * g[middle]
+            y, y_ = plus(a * x, b, x_), plus(b_ * x, a_, x_)
+            self.put(out, i, j, plus(a * y, b_, y_), plus(b * y, a_, y_))
+        if len(g) % 2:
+            middle = self.lone(len(g))
+            out[middle] = q["a"][middle].square() * g[middle]
         return out
 
     def project(self, x: Tensor, y: Tensor) -> Point:
@@ -205,8 +211,8 @@ class Butterfly(Involution):
 
 def _residual(y: Tensor, y_: Tensor, z: Tensor, z_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the diagonal and the corner of each pair's 2×2 residual."""
-    corner = torch.addcmul(y * y_, z, z_, value=-1)
-    return torch.addcmul(y * y, z, z, value=-1), torch.addcmul(y_ * y_, z_, z_, value=-1), corner
+    corner = plus(y * y_, z, z_, value=-1)
+    return plus(y * y, z, z, value=-1), plus(y_ * y_, z_, z_, value=-1), corner
 
 
 def _symmetric(e: Tensor, e_: Tensor, f: Tensor) -> Tensor:
