@@ -33,7 +33,7 @@ class Settings:
     matrix: tuple[int, int] = (250, 400)
     rounds: int = 20
     least: float = 2e-3  # seconds of a turn
-    budget: float = 150.0  # seconds for each size
+    budget: float = 180.0  # seconds for each size
     compiled: tuple[int, ...] = (10**7,)
     """Sizes at which what compiles is waited for: it takes a minute for each function."""
 
@@ -242,8 +242,10 @@ def at(n: int, settings: Settings) -> list[Measurement]:
     errors: dict[tuple[str, str], str] = {}
     entries: list[Separable | Contestant] = [*separables(), *(c for c in contestants() if c.given)]
     source, target = torch.randn(n), torch.zeros(n)
-    tasks[COPY, COPY] = Task(lambda: target.copy_(source))
     for entry in entries:
+        tasks[COPY, entry.name] = Task(
+            lambda: target.copy_(source)
+        )  # among all others, since it is what they are told in
         columns = COLUMNS[:2] if isinstance(entry, Separable) else COLUMNS[2:]
         if entry.compiles and n not in settings.compiled:
             errors |= {(entry.name, c): "not measured: compiling takes too long here" for c in columns}
@@ -264,7 +266,8 @@ def at(n: int, settings: Settings) -> list[Measurement]:
             errors |= {(entry.name, c): failure(e) for c in columns}
     times = contest(tasks, rounds=settings.rounds, least=settings.least, budget=settings.budget)
     times |= {key: Timing(None, error=error) for key, error in errors.items()}
-    copy = times.pop((COPY, COPY))
+    copies = [times.pop(key) for key in list(times) if key[0] == COPY]
+    copy = min(copies, key=lambda t: t.seconds or math.inf)
     by_name = {entry.name: entry for entry in entries}
     table, unit = f"Step cost, n = {n:.0e}".replace("e+0", "e"), "copies"
     found = [Measurement(table, "copy of n float32", c, 1.0, unit, copy.seconds, copy.rounds) for c in COLUMNS[:1]]

@@ -57,6 +57,7 @@ GPT_ = Problem(
     lambda: GPT(65, generator(2), block=64),
     lambda: text(12, 64),
     turn=3,
+    compiling=False,
 )
 RESNET18 = Problem("ResNet18, batch 32", lambda: resnet.seeded(2), lambda: images(32, 3, 32), turn=1, compiling=False)
 

@@ -24,13 +24,22 @@ def script(name):
 
 
 groups_page, distributed_page = script("make_groups_page"), script("make_distributed_page")
+shakespeare_page, speed_page = script("make_shakespeare_page"), script("make_speed_page")
 
 PAGES = [ROOT / "README.md", ROOT / "docs" / "groups.md", ROOT / "docs" / "kron.md"]
 ROWS = groups_page.ROWS.values()
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
-@pytest.mark.parametrize("name, made", [("groups", groups_page), ("distributed", distributed_page)])
+@pytest.mark.parametrize(
+    "name, made",
+    [
+        ("groups", groups_page),
+        ("distributed", distributed_page),
+        ("shakespeare", shakespeare_page),
+        ("speed", speed_page),
+    ],
+)
 def test_the_page_is_not_stale(name, made):
     written = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert written == made.page(), f"run `./run python docs/make_{name}_page.py`"
