@@ -243,9 +243,8 @@ def at(n: int, settings: Settings) -> list[Measurement]:
     entries: list[Separable | Contestant] = [*separables(), *(c for c in contestants() if c.given)]
     source, target = torch.randn(n), torch.zeros(n)
     for entry in entries:
-        tasks[COPY, entry.name] = Task(
-            lambda: target.copy_(source)
-        )  # among all others, since it is what they are told in
+        # among all others, since it is what they are told in
+        tasks[COPY, entry.name] = Task(lambda: target.copy_(source))
         columns = COLUMNS[:2] if isinstance(entry, Separable) else COLUMNS[2:]
         if entry.compiles and n not in settings.compiled:
             errors |= {(entry.name, c): "not measured: compiling takes too long here" for c in columns}
