@@ -101,6 +101,17 @@ def test_the_pair_is_the_one_that_was_fitted():
     torch.testing.assert_close(h, hessian_operator(lambda: loss(before, DATA), before)(v))
 
 
+def test_the_pair_stays_when_the_gradient_that_it_was_is_cleared():
+    weight = torch.nn.Parameter(torch.arange(1.0, 5.0))
+    opt = PSGD([weight], Diagonal(), lr=0.01, curvature=whiten, precond_prob=1.0)
+    for _ in range(2):
+        weight.grad = torch.tensor([1.0, -2.0, 3.0, -4.0])
+        opt.step()
+        before = opt.diagnostics()["fit_residual"]
+    weight.grad.zero_()
+    assert math.isfinite(before) and opt.diagnostics()["fit_residual"] == before
+
+
 def test_clipped_is_the_share_of_steps_looked_at():
     model, opt = trained(XMat(), max_rms=None, max_norm=1e-9)
     assert opt.diagnostics()["clipped"] == 1
