@@ -1,6 +1,6 @@
-"""Write docs/speed.md from results/bench/bench.json: `./run python docs/make_speed_page.py`.
+"""Write docs/speed.md from results/bench: `./run python docs/make_speed_page.py`.
 
-`./run bench --out results/bench` makes what it is written from.
+`./run bench --out results/bench/all` makes what it is written from, or one folder for some of the sections each.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -17,7 +18,7 @@ import roofline  # noqa: E402
 from bars import SIZE, Verdict, rivalries, verdicts  # noqa: E402
 from measurement import Measurement  # noqa: E402
 
-BENCH = ROOT / "results" / "bench" / "bench.json"
+BENCH = ROOT / "results" / "bench"
 
 HEAD = """# Speed
 
@@ -25,9 +26,9 @@ HEAD = """# Speed
 
 `./run bench` measures what a step costs: ours and the peers take turns in one process, on one thread, and the least
 time of each counts. A step alone is told in copies of n float32, the least that moves n numbers at all; an iteration,
-gradient included, in iterations of plain SGD. [All tables](../results/bench/bench.md),
-[the picture](../results/bench/bench.png), [the numbers](../results/bench/bench.json). Here it ran on commit {commit},
-torch {torch}, {cpus} cores of {processor}{dirty}.
+gradient included, in iterations of plain SGD. All tables, with what failed:
+
+{runs}
 
 ## The bars
 
@@ -52,20 +53,22 @@ HeavyBall, kron-torch, and pytorch_optimizer's Kron and SOAP), and equal in {equ
 
 def page() -> str:
     """Return the page."""
-    record = json.loads(BENCH.read_bytes())
-    about, found = (
-        record["about"],
-        [Measurement(**m | {"families": tuple(m["families"])}) for m in record["measurements"]],
-    )
+    records = {path.parent.name: json.loads(path.read_bytes()) for path in sorted(BENCH.glob("*/bench.json"))}
+    found = [Measurement(**m | {"families": tuple(m["families"])}) for r in records.values() for m in r["measurements"]]
     judged = [v for v in verdicts(found) if v.met is not None]
-    head = HEAD.format(
-        **{key: about[key] for key in ("cpus", "processor")},
-        commit=about["commit"][:7],
-        torch=about["versions"]["torch"],
-        dirty=", with changes that were not committed" if about["dirty"] else "",
-    )
+    head = HEAD.format(runs="\n".join(made(folder, record["about"]) for folder, record in records.items()))
     missed = [v for v in judged if not v.met]
     return head + bars(judged) + LIMITS + "".join(f"- {why(v, found)}\n" for v in missed) + peers(found)
+
+
+def made(folder: str, about: dict[str, Any]) -> str:
+    """Say where and when a run was made."""
+    where = f"../results/bench/{folder}/bench"
+    return (
+        f"- [{', '.join(about['sections'])}]({where}.md) ([picture]({where}.png), [numbers]({where}.json)): commit "
+        f"{about['commit'][:7]}, torch {about['versions']['torch']}, {about['cpus']} cores of {about['processor']}, "
+        f"{about['started'][:10]}"
+    )
 
 
 def bars(judged: list[Verdict]) -> str:
