@@ -63,9 +63,7 @@ def on(problem: Problem, settings: Settings) -> list[Measurement]:
                 tasks |= turns(entry, problem, settings.between, (rarely, always))
         except Exception as e:
             errors |= {(entry.name, c): failure(e) for c in mine}
-    times = mixed(
-        contest(tasks, rounds=settings.rounds, budget=settings.budget), 1 / settings.between, (rarely, always)
-    )
+    times = mixed(contest(tasks, rounds=settings.rounds, budget=settings.budget), 1 / settings.between, always)
     sgd = times["torch SGD", rarely]
     times |= {key: Timing(None, error=error) for key, error in errors.items()}
     found = []

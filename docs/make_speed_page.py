@@ -67,7 +67,7 @@ def made(folder: str, about: dict[str, Any]) -> str:
     return (
         f"- [{', '.join(about['sections'])}]({where}.md) ([picture]({where}.png), [numbers]({where}.json)): commit "
         f"{about['commit'][:7]}, torch {about['versions']['torch']}, {about['cpus']} cores of {about['processor']}, "
-        f"{about['started'][:10]}"
+        f"{about['started'][:10]}" + (f"; {about['note']}" if "note" in about else "")
     )
 
 
