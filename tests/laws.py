@@ -150,6 +150,8 @@ def actions_are_those_of_one_matrix(group: Group, n: int, seed: int = 0) -> None
     assert abs(group.logabsdet(q, n) - torch.linalg.slogdet(m).logabsdet) < 1e-8
     v, h = pair(n, seed, 3)
     near(group.precondition(q, h), h @ m.mT @ m, 1e-10)
+    over = h[0].clone()
+    near(group.precondition(q, over, over), h[0] @ m.mT @ m, 1e-10)
     near(group.criterion(q, v, h), (h @ m.mT).square().sum(-1) + (v @ m.inverse()).square().sum(-1), 1e-8)
 
 

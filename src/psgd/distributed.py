@@ -228,10 +228,10 @@ class ShardedScope(Scope):
         where = Where(None, self.dtype, torch.device("meta"), [(0, self.n)])
         return self.group.origin(self.whole, where)
 
-    def precondition(self, x: Tensor) -> Tensor:
+    def precondition(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self._low_rank:
-            return uvd.precondition(self.point, x, self.across)
-        return self.group.precondition(self.point, x)
+            return uvd.precondition(self.point, x, out, self.across)
+        return self.group.precondition(self.point, x, out)
 
     @property
     def parts(self) -> int:

@@ -242,8 +242,9 @@ class Group(ABC):
         """Return what `precondition` may be given instead of q, if it is called often: made once for each q."""
         return q
 
-    def precondition(self, q: Point, g: Tensor) -> Tensor:
-        """P g = Qᵀ(Q g)."""
+    def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
+        """P g = Qᵀ(Q g). `out`, which may be g, can be used for the result: that saves fresh memory."""
+        del out
         return self.apply_t(q, self.apply(q, g))
 
     def criterion(self, q: Point, v: Tensor, h: Tensor) -> Tensor:

@@ -150,13 +150,13 @@ class Scope:
 
     # --- what a step asks for
 
-    def precondition(self, x: Tensor) -> Tensor:
-        """P x."""
+    def precondition(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """P x, perhaps in `out`, which may be x."""
         if self._ready is None:
             self._ready = self.group.ready(self.point)
         if self.compiled:
             return self.compiled((self.group, self.n, "precondition"), self.group.precondition, self._ready, x)
-        return self.group.precondition(self._ready, x)
+        return self.group.precondition(self._ready, x, out)
 
     def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """Return the point after a step on a pair."""

@@ -94,7 +94,7 @@ class Update:
         """Return P m, m the averaged gradient, in new memory; zero where the step is skipped."""
         x = self.guarded(scope.flat([m.get(p) for p in scope.held]))
         if schedule(self.options[scope.params[0]]).ever:
-            return scope.precondition(x)
+            return scope.precondition(x, x if len(scope.held) > 1 else None)  # one alone may be the average itself
         return x.clone() if self.sure or self.late else x
 
     def averages(self, scopes: Sequence[Scope]) -> dict[Tensor, Tensor]:

@@ -85,7 +85,8 @@ class Blocks(Group):
     def ready(self, q: Point) -> Point:
         return torch.vmap(self.part.ready)(q) if self.moves else q
 
-    def precondition(self, q: Point, g: Tensor) -> Tensor:
+    def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
+        del out
         return self._each(self.part.precondition, q, g)
 
     def logabsdet(self, q: Point, n: int) -> Tensor:

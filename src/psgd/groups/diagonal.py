@@ -52,8 +52,8 @@ class Diagonal(MatrixAlgebra):
     def norm(self, e: Point) -> Tensor:
         return maximum_modulus(e["d"])
 
-    def precondition(self, q: Point, g: Tensor) -> Tensor:
-        return (q["d"] * g).mul_(q["d"])
+    def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
+        return (q["d"] * g if out is None else torch.mul(q["d"], g, out=out)).mul_(q["d"])
 
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """As for every algebra, chunk by chunk."""

@@ -132,7 +132,8 @@ class InverseFree(Kronecker):
             point[str(i)] = {"P": p["Q"].mT @ p["Q"] if "Q" in p else p["d"].square()}
         return point
 
-    def precondition(self, q: Point, g: Tensor) -> Tensor:
+    def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
+        del out
         moving = self._moving()
         if moving and "P" not in q[str(moving[0])]:
             q = self.ready(q)

@@ -117,10 +117,10 @@ class Involution(MatrixAlgebra):
         z, z_ = z.mul_(inverse), z_.mul_(inverse)
         return a, a_, b, b_, y, y_, z, z_
 
-    def precondition(self, q: Point, g: Tensor) -> Tensor:
+    def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         if g.ndim > 1:
             return super().precondition(q, g)
-        k, out = len(g) // 2, torch.empty_like(g)
+        k, out = len(g) // 2, torch.empty_like(g) if out is None else out
         for i, j in chunks(k, g):
             (a, a_), (b, b_), (x, x_) = (self.couples(t, i, j) for t in (q["a"], q["b"], g))
             y, y_ = plus(a * x, b, x_), plus(b_ * x, a_, x_)

@@ -75,7 +75,8 @@ class Padded:
         """As `Group.ready`."""
         return self.part.ready(q)
 
-    def precondition(self, q: Point, g: Tensor) -> Tensor:
+    def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
+        del out
         """P g, the padding's gradient being zero at ϑ = 0."""
         n = g.shape[-1]
         return self.part.precondition(q, pad(g, (0, self.size(n) - n)))[..., :n]

@@ -90,9 +90,9 @@ class Product(Composite):
         pairs = self._forward(q, h, v)
         return self._backward(q, pairs, *pairs[0], how.lr, how.coin, how.rule)
 
-    def precondition(self, q: Point, g: Tensor, across: Across = ALONE) -> Tensor:
+    def precondition(self, q: Point, g: Tensor, out: Tensor | None = None, across: Across = ALONE) -> Tensor:
         if uvd.fits(self.parts, q, g) or across is not ALONE:
-            return uvd.precondition(q, g, across)
+            return uvd.precondition(q, g, out, across)
         return super().precondition(q, g)
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:

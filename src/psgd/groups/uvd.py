@@ -47,9 +47,9 @@ def pieces(x: Tensor) -> list[tuple[int, int]]:
     return chunks(len(x), x, 2)
 
 
-def precondition(q: Point, g: Tensor, across: Across = ALONE) -> Tensor:
+def precondition(q: Point, g: Tensor, out: Tensor | None = None, across: Across = ALONE) -> Tensor:
     """P g = D(I + VUᵀ)(I + UVᵀ)D g."""
-    f, out, ends = rows(q), torch.empty_like(g), pieces(g)
+    f, out, ends = rows(q), torch.empty_like(g) if out is None else out, pieces(g)
     vg, ut = f.d.new_zeros(2, len(f.u))
     for i, j in ends:
         _, v, d = f.cut(i, j)
