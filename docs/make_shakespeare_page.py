@@ -43,9 +43,9 @@ embeddings and gains, has a tenth of Muon's rate: better in trials than the pack
 WHY = """
 The aim of half of AdamW's iterations is hard in so short a run: AdamW's last loss comes after its rate has fallen, and
 in the middle of the run everyone's is still at {middle:.0%} of its peak. Nobody gets there before {first:.0%}. Why
-`psgd-kron` is behind Muon and SOAP has not been found out. By default it takes a full matrix for an axis only where that
-is not longer than the others (128 of 512×128), where SOAP and Muon take both axes whole; a run with both is the next
-thing to try.
+`psgd-kron` is behind Muon and SOAP has not been found out. By default it takes a full matrix for an axis only where
+that is not longer than the others (128 of 512×128), where SOAP and Muon take both axes whole; a run with both is the
+next thing to try.
 """
 
 RATES = """
