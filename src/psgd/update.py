@@ -61,7 +61,8 @@ class Update:
             ok = self.ok & most.isfinite() & (most > 0)
             h_flat = torch.where(ok[:, None], each, 0).view(-1)
         if scope.pair is not None:
-            scope.pair = (v_flat, h_flat.clone())  # which may be the gradient itself
+            lone = len(scope.held) == 1  # then h may be the gradient itself
+            scope.pair = (v_flat, h_flat.clone() if lone else h_flat)
         point, group = scope.point, scope.group
         looked = scope.across is not ALONE or scope.free
         settled = looked and bool((scope.scale["pairs"] >= _SCALE_PAIRS).all())  # no more to exchange
