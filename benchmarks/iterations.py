@@ -60,7 +60,7 @@ def on(problem: Problem, settings: Settings) -> list[Measurement]:
         progress(f"{problem.name}: building {entry.name}")
         try:
             with silence():
-                tasks |= turns(entry, problem, settings.between, (rarely, always))
+                tasks |= turns(entry, problem, (rarely, always))
         except Exception as e:
             errors |= {(entry.name, c): failure(e) for c in mine}
     times = mixed(contest(tasks, rounds=settings.rounds, budget=settings.budget), 1 / settings.between, always)
@@ -86,7 +86,7 @@ def on(problem: Problem, settings: Settings) -> list[Measurement]:
     return found
 
 
-def turns(entry: Contestant, problem: Problem, between: int, names: tuple[str, str]) -> dict[tuple[str, str], Task]:
+def turns(entry: Contestant, problem: Problem, names: tuple[str, str]) -> dict[tuple[str, str], Task]:
     """Return the turns of a contestant on a problem, both with one optimizer: first one with updates, to have a P."""
     require(0)
     network = problem.network()

@@ -76,7 +76,7 @@ class Padded:
         return self.part.ready(q)
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
-        del out
         """P g, the padding's gradient being zero at ϑ = 0."""
+        del out
         n = g.shape[-1]
         return self.part.precondition(q, pad(g, (0, self.size(n) - n)))[..., :n]
