@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler, swa_utils
 from toys import EVERY_STEP, batches, mlp, preconditioner, quadratic, regression, same, spectrum, train
 
+import psgd
 from psgd import (
     PSGD,
     Bernoulli,
@@ -500,3 +501,16 @@ def test_every_option_is_in_the_defaults():
 
 def test_an_optimizer_prints():
     assert "LowRank(rank=10)" in repr(PSGD(nn.Linear(2, 2).parameters()))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("group", [psgd.Diagonal(), psgd.XMat(), psgd.lra(2)], ids=str)
+def test_a_parameter_alone_keeps_its_gradient_and_its_average(group, momentum):
+    weight, g = torch.nn.Parameter(torch.arange(1.0, 7.0)), torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0, -6.0])
+    opt = psgd.PSGD([weight], group, lr=0.01, momentum=momentum, curvature=psgd.whiten, precond_prob=1.0)
+    for _ in range(3):
+        weight.grad = g.clone()
+        opt.step()
+    assert torch.equal(weight.grad, g)
+    if momentum:
+        torch.testing.assert_close(opt.state[weight]["momentum"], g)
