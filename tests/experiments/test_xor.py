@@ -67,8 +67,9 @@ def test_every_method_trains_both_networks(method, net):
         found = result(config)
     except ImportError as e:
         pytest.skip(str(e))
-    assert found.records[-1]["step"] == 6 and math.isfinite(found.last("loss"))
-    assert found.last("gradients") >= 6 - 1
+    spent = found.last("gradients") + found.last("products") >= 2 * 6
+    assert found.records[-1]["step"] == 6 or (method == "hessian-free" and spent)
+    assert math.isfinite(found.last("loss"))
     assert (found.last("products") > 0) == (method in {"psgd-lra", "adahessian", "hessian-free"} | set(PRECONDITIONERS))
 
 
@@ -97,6 +98,14 @@ def test_a_loss_that_is_not_finite_ends_a_run_without_success():
     found = result(dataclasses.replace(SMALL, method="sgd", lr=math.inf))
     assert found.records[-1]["loss"] is None and not found.records[-1]["solved"] and found.records[-1]["step"] < 6
     assert score(found) == math.inf
+
+
+def test_who_evaluates_more_than_psgd_has_fewer_iterations():
+    config = dataclasses.replace(SMALL, method="hessian-free", lr=1.0, iterations=20)
+    found, last = result(config), list(run(config, 0))[-1]
+    assert found.last("gradients") + found.last("products") >= 2 * 20 and last.step < 20
+    assert list(run(config, 0, last.state())) == []  # nor does a resumed run get more
+    assert score(found) < math.inf  # judged by the last quarter of the iterations it had
 
 
 def test_all_methods_start_at_the_same_weights():
@@ -148,7 +157,7 @@ def test_on_a_cpu_psgd_has_five_seeds_and_all_else_one(name, five):
     cells = grid(name, "cpu")
     for m in {c.config.method for c in cells}:
         assert {c.seed for c in cells if c.config.method == m} == set(range(5 if m in five else 1))
-    for m in (five[0], "sgd"):
+    for m in set(METHODS) - {"psgd-lra-ours"}:
         assert {c.config.length for c in cells if c.config.method == m} == set(LENGTHS)
 
 
