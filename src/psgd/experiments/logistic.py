@@ -55,7 +55,7 @@ PAPER: dict[str, dict[str, tuple[float | None, str]]] = {
 AIM, FACTOR = 2.1, 5.0
 """The test error of PSGD in percent, and its training loss below SGD's."""
 
-SEARCHED = {"sgd": (0.05, 5.0), "adahessian": (0.000001, 0.0001), "adabelief": (0.0001, 0.01)}
+SEARCHED = {"sgd": (0.05, 5.0), "adahessian": (0.0001, 0.01), "adabelief": (0.0001, 0.01)}
 """Where to look for the rates that the authors do not give, and for SGD's."""
 
 GIVEN = {"sgd": 0.5, "lbfgs": 0.1, "psgd-lra": 0.05, "psgd-xmat": 0.05}
