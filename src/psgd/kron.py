@@ -14,7 +14,7 @@ from psgd.group import Group
 from psgd.groups.constant import Identity
 from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
-from psgd.groups.inverse_free import InverseFree, Motion, Procrustes
+from psgd.groups.inverse_free import InverseFree, Motion, Quadratic
 from psgd.groups.kronecker import Kronecker
 from psgd.groups.triangular import Triangular
 
@@ -26,10 +26,10 @@ Override = Callable[[Shape], Group]
 class Kron:
     """A rule from a tensor's shape, and its name, to Q = A₁ ⊗ A₂ ⊗ …; made by `kron`."""
 
-    factor: Triangular | Motion = Procrustes()  # noqa: RUF009 - frozen
+    factor: Triangular | Motion = Quadratic()  # noqa: RUF009 - frozen
     max_size: int = 8192
-    max_skew: float = 1.0
-    memory: float = 2.0
+    max_skew: float = 4.0
+    memory: float = 4.5
     damping: float = 1e-3
     layers: tuple[tuple[str, str], ...] = ()
     overrides: tuple[tuple[str, Override], ...] = ()
@@ -62,7 +62,7 @@ class Kron:
         """Return the axes that get a matrix: those within the caps, the smallest first, while memory lasts.
 
         >>> kron().dense((512, 128)), kron().dense((128, 128)), kron().dense((50257, 768)), kron().dense((768,))
-        ({1}, {0, 1}, {1}, set())
+        ({0, 1}, {0, 1}, {1}, set())
         """
         count, found, used = math.prod(shape), set(), 0
         for i in sorted(range(len(shape)), key=lambda i: shape[i]):
@@ -77,11 +77,11 @@ class Kron:
 
 
 def kron(
-    factor: Triangular | Motion = Procrustes(),  # noqa: B008 - frozen
+    factor: Triangular | Motion = Quadratic(),  # noqa: B008 - frozen
     *,
     max_size: int = 8192,
-    max_skew: float = 1.0,
-    memory: float = 2.0,
+    max_skew: float = 4.0,
+    memory: float = 4.5,
     damping: float = 1e-3,
     affine: nn.Module | None = None,
     overrides: Mapping[str, Override] | None = None,
@@ -89,19 +89,19 @@ def kron(
     """Kronecker preconditioning of every tensor: a matrix along each axis that is not too long, else a diagonal.
 
     Args:
-        factor: how a matrix moves: `Procrustes()` and `Quadratic()` keep it symmetric, by products alone;
+        factor: how a matrix moves: `Quadratic()` and `Procrustes()` keep it symmetric, by products alone;
             `Triangular()` is the paper's, with solves.
         max_size: no matrix along an axis longer than this.
         max_skew: no matrix with more than max_skew times the entries of the tensor.
         memory: the matrices of a tensor have at most this many times its entries together.
-        damping: bounds P by 1/damping of its mean in a tensor, where there is no gradient (not for `Triangular`).
+        damping: noise in a tensor's gradient, relative to its size, where there is none (not for `Triangular`).
         affine: a module whose layers' weights and biases are preconditioned together, as one matrix [W b].
             The optimizer then needs names: `PSGD(model.named_parameters(), …)`.
         overrides: from patterns of names (as of files) to a rule from shape to group, the first that fits.
 
     >>> import psgd
     >>> kron()((3, 4))
-    InverseFree(shape=(3, 4), parts=(Dense(), Diagonal()), motion=Procrustes(), damping=0.001)
+    InverseFree(shape=(3, 4), parts=(Dense(), Dense()), motion=Quadratic(), damping=0.001)
     >>> kron(psgd.Triangular())((4, 4))
     Kronecker(shape=(4, 4), parts=(Triangular(), Triangular()))
     >>> kron(overrides={"*.bias": lambda shape: psgd.XMat()})((4,), "head.bias")

@@ -55,6 +55,8 @@ class Scope:
         self.scale: dict[str, Tensor] = {}  # for each unit
         self.pair: tuple[Tensor, ...] | None = None  # (v, h) of the last fit, once somebody looks: see step_report
         self._ready: Point | None = None
+        self.fresh = False
+        """Whether the point was fitted in this step, and not used since: a function of the step alone."""
         self._wanted = dtype or torch.float32
         self.installed: list[tuple[Tensor, Point]] = []  # the views in the state
 
@@ -151,12 +153,17 @@ class Scope:
     # --- what a step asks for
 
     def precondition(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """P x, perhaps in `out`, which may be x."""
-        if self._ready is None:
+        """P x, perhaps in `out`, which may be x.
+
+        Right after a fit, from the point: what is made ready would be used once, if the next step fits again. What is
+        compiled is always given the same.
+        """
+        if self._ready is None and (self.compiled or not self.fresh):
             self._ready = self.group.ready(self.point)
+        point, self.fresh = self.point if self._ready is None else self._ready, False
         if self.compiled:
-            return self.compiled((self.group, self.n, "precondition"), self.group.precondition, self._ready, x)
-        return self.group.precondition(self._ready, x, out)
+            return self.compiled((self.group, self.n, "precondition"), self.group.precondition, point, x)
+        return self.group.precondition(point, x, out)
 
     def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """Return the point after a step on a pair."""

@@ -81,6 +81,7 @@ class Update:
             self._watch(scope, point, ok)
         else:
             scope.move(point, ok)
+        scope.fresh = True
 
     def _watch(self, scope: Scope, point: Any, ok: Tensor) -> None:
         """Move the scope's point, and keep the trend of its moves."""

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from psgd import Dense, Diagonal, Identity, InverseFree, Kronecker, Normalized, Procrustes, Quadratic, Triangular
+from psgd import (
+    Dense,
+    Diagonal,
+    Identity,
+    InverseFree,
+    Kronecker,
+    Normalized,
+    Procrustes,
+    Quadratic,
+    Smoothed,
+    Triangular,
+)
 from psgd.groups.inverse_free import Motion
 
 MOTIONS = [Quadratic(), Procrustes()]
@@ -104,7 +115,7 @@ def test_factors_stay_positive_and_nearly_symmetric(motion, lr, rule):
 def test_the_quadratic_form_is_what_it_says():
     q, g = spd(4, 1, 0), 0.1 * spd(4, 0.5, 1)
     eye = torch.eye(4, dtype=torch.float64)
-    torch.testing.assert_close(q - Quadratic().matrix(q, g), (eye - g / 2) @ q @ (eye - g / 2))
+    torch.testing.assert_close(Quadratic().matrix(q, g), (eye - g / 2) @ q @ (eye - g / 2))
 
 
 def test_the_turn_of_procrustes_leaves_p_alone_and_finds_the_symmetric_root():
@@ -113,32 +124,41 @@ def test_the_turn_of_procrustes_leaves_p_alone_and_finds_the_symmetric_root():
     turned = torch.linalg.matrix_exp(upper - upper.mT) @ q
     p = turned.mT @ turned
     for _ in range(60):
-        turned = turned - Procrustes().matrix(turned, none)
+        turned = Procrustes().matrix(turned, none)
     torch.testing.assert_close(turned, q, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(turned.mT @ turned, p, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("motion", MOTIONS, ids=str)
-def test_one_fit_is_the_dense_formula(motion):
-    """G of factor i is the partial trace of P h hᵀ P − v vᵀ, and steps are μ/2 over the sum of norms."""
-    group = InverseFree((3, 4), (Dense(), Dense()), motion, damping=0.0)
+@pytest.mark.parametrize("whitening", [False, True], ids=["newton", "whitening"])
+@pytest.mark.parametrize("rule", [Smoothed(), Normalized()], ids=str)
+@pytest.mark.parametrize(("m", "n"), [(3, 4), (9, 4), (2, 7)], ids=str)  # a long axis, and a short one
+def test_one_fit_is_the_dense_formula(motion, m, n, rule, whitening):
+    """G of factor i is the partial trace of P h hᵀ P − v vᵀ, and steps are μ/2 over the sum of norms, or its norm."""
+    damping = 0.1
+    group = InverseFree((m, n), (Dense(), Dense()), motion, damping=damping)
     rng = torch.Generator().manual_seed(0)
-    q = group.init(12, dtype=torch.float64)
-    q["0"]["Q"], q["1"]["Q"] = spd(3, 0.5, 4), spd(4, 0.5, 5)
-    v, h = torch.randn(2, 12, generator=rng, dtype=torch.float64)
-    new = group.fit(q, v, h, lr=0.2)
+    q = group.init(m * n, dtype=torch.float64)
+    q["0"]["Q"], q["1"]["Q"] = spd(m, 0.5, 4), spd(n, 0.5, 5)
+    v, h = torch.randn(2, m * n, generator=rng, dtype=torch.float64)
+    new = (group.whiten if whitening else group.fit)(q, v, h, lr=0.2, rule=rule)
     a, b = q["0"]["Q"], q["1"]["Q"]
-    ph = ((a.mT @ a) @ h.view(3, 4) @ (b.mT @ b)).contiguous()
-    for i, (x, y) in enumerate([(ph, v.view(3, 4)), (ph.mT, v.view(3, 4).mT)]):
-        g = x @ x.mT - y @ y.mT
-        ell = torch.linalg.matrix_norm(x @ x.mT, 2) + torch.linalg.matrix_norm(y @ y.mT, 2)
+    noisy = h + damping * h.square().mean().sqrt() * v.roll(1)
+    ph = ((a.mT @ a) @ noisy.view(m, n) @ (b.mT @ b)).contiguous()
+    for i, (x, y) in enumerate([(ph, v.view(m, n)), (ph.mT, v.view(m, n).mT)]):
+        up, down = x @ x.mT, y.shape[1] * torch.eye(len(y), dtype=y.dtype) if whitening else y @ y.mT
+        bound = torch.linalg.matrix_norm(up, 2) + torch.linalg.matrix_norm(down, 2)
+        size = torch.linalg.matrix_norm(up - down, 2) if rule == Normalized() else bound
         old = (a, b)[i]
-        torch.testing.assert_close(new[str(i)]["ell"], ell, rtol=1e-6, atol=0)
-        torch.testing.assert_close(new[str(i)]["Q"], old - motion.matrix(old, 0.1 / ell * g), rtol=1e-6, atol=1e-9)
+        if rule == Smoothed():
+            torch.testing.assert_close(new[str(i)]["ell"], bound, rtol=1e-6, atol=0)
+        step = motion.matrix(old, 0.1 / size * (up - down))
+        torch.testing.assert_close(new[str(i)]["Q"], step, rtol=1e-6, atol=1e-9)
 
 
-def test_batches_count_as_their_sum_and_the_probe_does_not_matter_in_whitening():
-    group = InverseFree((3, 4), (Dense(), Diagonal()))
+def test_batches_count_as_their_sum_and_without_damping_the_probe_does_not_matter_in_whitening():
+    group = InverseFree((3, 4), (Dense(), Diagonal()), damping=0.0)
+    assert not group.probing and InverseFree((3,), (Dense(),), damping=1e-3).probing
     q = group.init(12)
     h = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
     once = group.whiten(q, torch.zeros(12), h[0])
@@ -175,10 +195,10 @@ def test_axes_of_one_have_no_factor_and_other_factors_are_refused():
 def test_a_motion_of_ones_own():
     class Still(Motion):
         def matrix(self, q, g):
-            return torch.zeros_like(q)
+            return q
 
         def diagonal(self, d, g):
-            return torch.zeros_like(d)
+            return d
 
     group = InverseFree((3, 2), (Dense(), Diagonal()), Still())
     q = group.init(6)

@@ -24,8 +24,9 @@ from psgd.kron import affine_layers
         ((1, 1, 1), ""),
         ((768,), ""),
         ((128, 128), "01"),
-        ((512, 128), "1"),
-        ((128, 512), "0"),
+        ((512, 128), "01"),
+        ((128, 512), "01"),
+        ((520, 128), "1"),
         ((50257, 768), "1"),
         ((64, 3, 7, 7), "012"),
         ((512, 512, 3, 3), "012"),
@@ -284,8 +285,8 @@ def test_a_weight_and_its_bias_move_as_one_matrix(factor, curvature):
     model, one = net(), net()
     one = nn.Sequential(*(Augmented(m) if isinstance(m, nn.Linear) else m for m in one))
     options = dict(lr=0.01, precond_prob=1.0, curvature=curvature)
-    opt = PSGD(model.named_parameters(), kron(factor, max_skew=2.0, memory=4.0, affine=model), **options)
-    same = PSGD(one.parameters(), kron(factor, max_skew=2.0, memory=4.0), **options)
+    opt = PSGD(model.named_parameters(), kron(factor, max_skew=2.0, memory=4.0, damping=0.0, affine=model), **options)
+    same = PSGD(one.parameters(), kron(factor, max_skew=2.0, memory=4.0, damping=0.0), **options)
 
     def probes(params):  # those of the other optimizer, in its order
         opt.param_groups[0]["iteration"] = same.param_groups[0]["iteration"]

@@ -15,7 +15,7 @@ from psgd.groups.constant import Identity
 from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
 from psgd.groups.kronecker import Kronecker
-from psgd.linalg import batch_sum, frobenius, lift, maximum_modulus, outer, spectral_norm, subtract
+from psgd.linalg import frobenius, lift, maximum_modulus, spectral_norm, subtract
 from psgd.step_size import StepSize
 
 
@@ -24,31 +24,42 @@ class Motion(ABC):
 
     @abstractmethod
     def matrix(self, q: Tensor, g: Tensor) -> Tensor:
-        """Return what to subtract from Q, given s·G."""
+        """Return the new Q, given s·G."""
 
     @abstractmethod
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
-        """Return what to subtract from the diagonal of Q, given that of s·G."""
+        """Return the new diagonal of Q, given that of s·G."""
+
+    def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        """Return the new Q for s·G = XXᵀ − cI, X with few columns: a form of its own may never form G."""
+        return self.matrix(q, x @ x.mT - c * torch.eye(len(q)).to(q))
 
 
 @dataclass(frozen=True)
 class Quadratic(Motion):
-    """Q ← (I − ½sG) Q (I − ½sG): symmetric and positive by construction.
+    """Q ← (I − ½sG) Q (I − ½sG): symmetric, to the last bit, and positive by construction.
 
     >>> one = torch.ones(1, 1)
-    >>> 1 - Quadratic().matrix(one, 0.5 * one)
+    >>> Quadratic().matrix(one, 0.5 * one)
     tensor([[0.5625]])
     """
 
     def matrix(self, q: Tensor, g: Tensor) -> Tensor:
-        """Return ½sGQ + ½sQG − ¼s²GQG, symmetric to the last bit."""
+        """Return Q − ½sGQ − ½sQG + ¼s²GQG."""
         left = g @ q
         change = left - 0.25 * left @ g
-        return 0.5 * (change + change.mT)
+        return q - 0.5 * (change + change.mT)
+
+    def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        """Return α²Q − XZᵀ − ZXᵀ, where α = 1 + ½c and Z = ½αQX − ⅛X(XᵀQX)."""
+        alpha, qx = 1 + 0.5 * c, q @ x
+        z = 0.5 * alpha * qx - 0.125 * (x @ (x.mT @ qx))
+        half = x @ z.mT
+        return alpha.square() * q - (half + half.mT)
 
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
-        """Return d − (1 − ½sg)²d."""
-        return g * d - 0.25 * g * g * d
+        """Return (1 − ½sg)²d."""
+        return (1 - 0.5 * g).square() * d
 
 
 @dataclass(frozen=True)
@@ -58,27 +69,32 @@ class Procrustes(Motion):
     The turn I + αR + ½α²R², R the Qᵀ − Q of norm 1, raises tr Q the most for α ≤ 1/8; it is orthogonal up to α⁴/4.
 
     >>> turned = torch.tensor([[1.0, -0.05], [0.05, 1.0]])
-    >>> after = turned - Procrustes().matrix(turned, torch.zeros(2, 2))
+    >>> after = Procrustes().matrix(turned, torch.zeros(2, 2))
     >>> bool((after - after.mT).norm() < 0.01 * (turned - turned.mT).norm())
     True
     """
 
     def matrix(self, q: Tensor, g: Tensor) -> Tensor:
-        """Return sGQ, and what the turn changes."""
-        change = g @ q
-        moved = q - change
-        skew = moved.mT - moved
+        """Return Q − sGQ, turned."""
+        return self._turned(q - g @ q)
+
+    def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        """Return (1 + c)Q − X(XᵀQ), turned."""
+        return self._turned((1 + c) * q - x @ (x.mT @ q))
+
+    def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
+        """Return d − sgd."""
+        return d - g * d
+
+    def _turned(self, q: Tensor) -> Tensor:
+        skew = q.mT - q
         skew = skew / frobenius(skew).clamp_min(torch.finfo(q.dtype).tiny)
-        once = skew @ moved
+        once = skew @ q
         twice = skew @ once
         slope, bend = once.diagonal().sum(), twice.diagonal().sum()
         best = torch.where(bend < 0, slope / (-bend).clamp_min(torch.finfo(q.dtype).tiny), 0.125)
         angle = best.clamp(0, 0.125)
-        return change - angle * (once + 0.5 * angle * twice)
-
-    def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
-        """Return sgd."""
-        return g * d
+        return q + angle * (once + 0.5 * angle * twice)
 
 
 @dataclass(frozen=True)
@@ -87,10 +103,10 @@ class InverseFree(Kronecker):
 
     In left coordinates G is Q(aaᵀ − bbᵀ)Qᵀ: another metric on the same group, with the same fixed point where the
     covariance of h is a Kronecker product. Dense factors stay nearly symmetric, by `motion`. In whitening, where v is
-    independent of h, the mean of v vᵀ is known and taken: it needs no probes.
+    independent of h, the mean of v vᵀ is known and taken.
 
-    A factor has no direction with more than 1/damping of the tensor's mean preconditioner in it: entries without any
-    gradient would let it grow for ever.
+    To every entry of h is added noise of `damping` times their root mean square, made from the probe: directions
+    without any gradient would let P grow for ever.
 
     >>> group = InverseFree((2, 3), (Dense(), Diagonal()))
     >>> q = group.whiten(group.init(6), torch.ones(6), torch.ones(6))
@@ -98,7 +114,7 @@ class InverseFree(Kronecker):
     (torch.Size([2, 2]), torch.Size([3]))
     """
 
-    motion: Motion = Procrustes()
+    motion: Motion = Quadratic()
     damping: float = 1e-3
 
     def __post_init__(self) -> None:
@@ -111,18 +127,16 @@ class InverseFree(Kronecker):
 
     @property
     def probing(self) -> bool:
-        return False
+        return self.damping > 0
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         raise ValueError(f"{self} moves as a whole, and cannot be a factor of a product or a sum")
 
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
-        return self._followed(q, h, lambda i: self._trace(v, i), how.lr, how.rule)
+        return self._followed(q, self._noisy(h, v), v, how)
 
     def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
-        del v
-        identity = h.numel() / h.shape[-1] * math.prod(self.shape)
-        return self._followed(q, h, lambda i: identity / self.shape[i], how.lr, how.rule)
+        return self._followed(q, self._noisy(h, v), None, how)
 
     def ready(self, q: Point) -> Point:
         """Return P of each factor."""
@@ -134,59 +148,78 @@ class InverseFree(Kronecker):
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         del out
-        moving = self._moving()
-        if moving and "P" not in q[str(moving[0])]:
-            q = self.ready(q)
-        x, batch = g.contiguous(), g.shape[:-1]
-        for i in moving:  # seen as (before, axis, after), no axis has to be moved
-            p, after = q[str(i)]["P"], math.prod(self.shape[i + 1 :])
-            y = x.view(*batch, -1, self.shape[i], after)
-            if p.ndim == 1:
-                y = y * p[:, None]
-            elif after < len(p):  # a product wants long sides, and P is symmetric
-                y = (y.mT.reshape(*batch, -1, len(p)) @ p).view(*batch, -1, after, len(p)).mT
-            else:
-                y = p @ y
-            x = y.reshape(*batch, -1)
+        x = g.contiguous()
+        for i in self._moving():
+            for p in _roots(q[str(i)], x.numel() // self.shape[i]):
+                x = self._multiplied(p, x, i)
         return x
+
+    def _multiplied(self, p: Tensor, x: Tensor, i: int) -> Tensor:
+        """Multiply one axis of x by a matrix or a diagonal: seen as (before, axis, after), none has to be moved."""
+        batch, after = x.shape[:-1], math.prod(self.shape[i + 1 :])
+        y = x.view(*batch, -1, self.shape[i], after)
+        if p.ndim == 1:
+            y = y * p[:, None]
+        elif after < len(p):  # a product wants long sides
+            y = (y.mT.reshape(*batch, -1, len(p)) @ p.mT).view(*batch, -1, after, len(p)).mT
+        else:
+            y = p @ y
+        return y.reshape(*batch, -1)
 
     def _moving(self) -> list[int]:
         return [i for i, part in enumerate(self.parts) if part.moves]
 
-    def _trace(self, x: Tensor, i: int) -> Tensor:
-        """Return the partial trace of x xᵀ over all axes but one, summed over the batch."""
-        x = self._move(x, i)
-        return lift(outer(x, x) if isinstance(self.parts[i], Dense) else batch_sum(x * x))
+    def _noisy(self, h: Tensor, v: Tensor) -> Tensor:
+        """Return h with a little noise: the probe, moved by one entry lest it cancel a product with it."""
+        if not self.damping:
+            return h
+        return h + (self.damping * frobenius(h) / h.numel() ** 0.5).to(h.dtype) * v.roll(1, -1)
 
-    def _followed(
-        self, q: Point, h: Tensor, down: Callable[[int], Tensor | float], lr: float | Tensor, rule: StepSize
-    ) -> Point:
-        """Return the point after one step of each factor, `down` being what v vᵀ is along an axis."""
-        ready, lr = self.ready(q), self.share(lr)
-        ph = self.precondition(ready, h)
-        squares = {i: _squared(ready[str(i)]["P"]) for i in self._moving()}
-        totals = {i: t.sum() if t.ndim == 1 else t.diagonal().sum() for i, t in squares.items()}
-        noise = self.damping**2 * lift(h).square().sum() / math.prod(self.shape)  # as if every entry of h had some
-        moved = {}
-        for i, square in squares.items():
-            rest = math.prod([t for j, t in totals.items() if j != i], start=noise)
-            moved[str(i)] = self._moved(q[str(i)], self._trace(ph, i) + rest * square, down(i), lr, rule)
-        return q | moved
+    def _followed(self, q: Point, h: Tensor, v: Tensor | None, how: How) -> Point:
+        """Return the point after one step of each factor; without v, v vᵀ is what it is in the mean."""
+        ph, lr, new = self.precondition(q, h), self.share(how.lr), {}
+        for i in self._moving():
+            y = None if v is None else self._columns(v, i)
+            new[str(i)] = self._moved(q[str(i)], self._columns(ph, i), y, lr, how.rule)
+        return q | new
 
-    def _moved(self, p: Point, up: Tensor, down: Tensor | float, lr: float | Tensor, rule: StepSize) -> Point:
-        """Return a factor's new point, for G = up − down; a number stands for as many times I."""
+    def _columns(self, x: Tensor, i: int) -> Tensor:
+        """Return x as a matrix with an axis first, and all others, the batch among them, second."""
+        return lift(self._move(x, i).reshape(-1, self.shape[i]).mT)
+
+    def _moved(self, p: Point, x: Tensor, y: Tensor | None, lr: float | Tensor, rule: StepSize) -> Point:
+        """Return a factor's new point, for G = XXᵀ − YYᵀ, or its diagonal; without Y, with as many I as columns."""
         (key,) = p.keys() - {"ell"}
-        diagonal = up.ndim == 1
-        norm: Callable[[Tensor], Tensor] = maximum_modulus if diagonal else spectral_norm
-        change = self.motion.diagonal if diagonal else self.motion.matrix
-        if isinstance(down, Tensor):
-            g, below = up - down, norm(down)
+        old, many = lift(p[key]), float(x.shape[1])
+        norm: Callable[[Tensor], Tensor] = maximum_modulus if old.ndim == 1 else spectral_norm
+        if old.ndim == 2 and y is None and 2 * many <= len(x):
+            size, ell = rule(
+                lr, p["ell"], lambda: norm(_square(x, old) - many * _one(old)), lambda: norm(x.mT @ x) + many
+            )
+            new = self.motion.narrow(old, size.sqrt() * x, size * many)
         else:
-            g, below = up - (down if diagonal else down * torch.eye(len(up)).to(up)), torch.full_like(up.sum(), down)
-        size, ell = rule(lr, p["ell"], lambda: norm(g), lambda: norm(up) + below)
-        return {key: subtract(p[key], 1.0, change(lift(p[key]), size * g)), "ell": ell}
+            up, down = _square(x, old), many * _one(old) if y is None else _square(y, old)
+            least = many if y is None else norm(down)
+            size, ell = rule(lr, p["ell"], lambda: norm(up - down), lambda: norm(up) + least)
+            new = (self.motion.diagonal if old.ndim == 1 else self.motion.matrix)(old, size * (up - down))
+        return {key: new if new.dtype == p[key].dtype else subtract(p[key], 1.0, old - new), "ell": ell}
 
 
-def _squared(p: Tensor) -> Tensor:
-    """P² of a factor, P symmetric."""
-    return lift(p).square() if p.ndim == 1 else lift(p) @ lift(p)
+def _roots(p: Point, columns: int) -> tuple[Tensor, ...]:
+    """Return what to multiply vectors with, one after the other: P, or Q and Qᵀ for a few of them."""
+    if "P" in p:
+        return (p["P"],)
+    if "d" in p:
+        return (p["d"].square(),)
+    q = p["Q"]
+    return (q, q.mT) if columns < len(q) else (q.mT @ q,)
+
+
+def _square(x: Tensor, like: Tensor) -> Tensor:
+    """Return XXᵀ, or its diagonal for a factor that is one."""
+    return x.square().sum(1) if like.ndim == 1 else x @ x.mT
+
+
+def _one(like: Tensor) -> Tensor:
+    """Return I, or its diagonal for a factor that is one."""
+    return torch.ones_like(like) if like.ndim == 1 else torch.eye(len(like)).to(like)
