@@ -340,3 +340,32 @@ def test_layers_without_names_are_refused():
     model(torch.ones(1, 6)).sum().backward()
     with pytest.raises(ValueError, match="named_parameters"):
         opt.step()
+
+
+def test_a_run_resumed_at_any_step_is_bitwise_the_same():
+    """Steps that fit take another way to P m than those that do not; what was done before must not matter."""
+
+    def start():
+        model = nn.Sequential(nn.Linear(3, 12), nn.Tanh(), nn.Linear(12, 2))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+        return model, PSGD(model.parameters(), kron(), lr=0.1, precond_prob=0.5, curvature=psgd.whiten_momentum)
+
+    def advance(model, opt, steps):
+        for t in steps:
+            x = torch.randn(8, 3, generator=torch.Generator().manual_seed(t))
+            opt.zero_grad()
+            (model(x).sin() - 1).square().mean().backward()
+            opt.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    end = 45  # past two times of balancing, which comes with every tenth update
+    whole = advance(*start(), range(end))
+    for stop in range(1, end - 1):
+        first, opt = start()
+        advance(first, opt, range(stop))
+        model, resumed = start()
+        model.load_state_dict(first.state_dict())
+        resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+        assert all(map(torch.equal, advance(model, resumed, range(stop, end)), whole)), stop

@@ -18,8 +18,10 @@ from psgd import (
     band,
     finite_difference,
     hessian,
+    kron,
     lra,
     whiten,
+    whiten_momentum,
 )
 
 STOP, END = 13, 26  # beyond the first ten pairs and the first balancing
@@ -34,6 +36,8 @@ OPTIONS = {
     "xmat": {"group": XMat(), "curvature": hessian},
     "affine": {"group": affine, "curvature": hessian},
     "dense, paper's rule": {"group": Dense(), "curvature": hessian, "rule": Normalized(), "momentum": 0.0},
+    "kron": {"group": kron(), "curvature": whiten_momentum},
+    "kron, products": {"group": kron(), "curvature": hessian},
     "band, constants inside": {"group": band(2), "curvature": whiten},
     "by chance": {"group": lra(2), "precond_prob": Bernoulli(0.5)},
     "low-precision q": {"group": lra(3), "precond_dtype": torch.bfloat16, "curvature": whiten},

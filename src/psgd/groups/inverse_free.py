@@ -140,11 +140,7 @@ class InverseFree(Kronecker):
 
     def ready(self, q: Point) -> Point:
         """Return P of each factor."""
-        point: Point = {str(i): {} for i in range(len(self.parts))}
-        for i in self._moving():
-            p = q[str(i)]
-            point[str(i)] = {"P": p["Q"].mT @ p["Q"] if "Q" in p else p["d"].square()}
-        return point
+        return {key: {"P": _roots(p, math.inf)[0]} if p else {} for key, p in q.items()}
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         del out
@@ -205,7 +201,7 @@ class InverseFree(Kronecker):
         return {key: new if new.dtype == p[key].dtype else subtract(p[key], 1.0, old - new), "ell": ell}
 
 
-def _roots(p: Point, columns: int) -> tuple[Tensor, ...]:
+def _roots(p: Point, columns: float) -> tuple[Tensor, ...]:
     """Return what to multiply vectors with, one after the other: P, or Q and Qᵀ for a few of them."""
     if "P" in p:
         return (p["P"],)
