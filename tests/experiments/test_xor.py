@@ -213,7 +213,11 @@ def test_success_stands_beside_the_papers():
     assert str(cost.rows[0][3]) == "200" and str(cost.rows[1][4]) == "0.7" and cost.rows[2][4] is None
     assert [p.title for p in xor.plots(results)] == ["Length 32", "Length 55", "Iterations to success"]
     text = xor.remarks(results)
-    assert "1 of 2, misses the aim of 4 of 5" in text and "among the others: none" in text
+    assert "1 of 2, misses the aim of 4 of 5: without success, 1 of 1 are on their way" in text
+    assert "among the others: none" in text
+    assert "misses the aim of 3 of 5: without success, 1 of 2 are at log 2 still" in xor.remarks(
+        [made([0.7, 0.6931], length=112), made([0.7, 0.5], length=112)]
+    )
     text = xor.remarks([made([0.6, 0.05], ended=True, length=32, net="lstm")])
     assert "at length 32: 1 of 1." in text and "the aim" not in text  # which is the RNN's
 
