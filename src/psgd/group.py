@@ -120,6 +120,11 @@ class Group(ABC):
         return True
 
     @property
+    def noisy(self) -> bool:
+        """Whether `whiten` takes its probe as noise in h, which entries without a gradient need, too."""
+        return False
+
+    @property
     def orthogonal(self) -> bool:
         """Whether every Q in it is orthogonal, so that it leaves the singular values of a product alone."""
         return False

@@ -61,10 +61,14 @@ class Kron:
     def dense(self, shape: Shape) -> set[int]:
         """Return the axes that get a matrix: those within the caps, the smallest first, while memory lasts.
 
+        None of a vector does: what its entries share is not seen in one gradient.
+
         >>> kron().dense((512, 128)), kron().dense((128, 128)), kron().dense((50257, 768)), kron().dense((768,))
         ({0, 1}, {0, 1}, {1}, set())
         """
-        count, found, used = math.prod(shape), set(), 0
+        count, found, used = math.prod(shape), set[int](), 0
+        if max(shape) == count:
+            return found
         for i in sorted(range(len(shape)), key=lambda i: shape[i]):
             size = shape[i] ** 2
             fits = (
@@ -94,7 +98,8 @@ def kron(
         max_size: no matrix along an axis longer than this.
         max_skew: no matrix with more than max_skew times the entries of the tensor.
         memory: the matrices of a tensor have at most this many times its entries together.
-        damping: noise in a tensor's gradient, relative to its size, where there is none (not for `Triangular`).
+        damping: noise in every entry of a gradient, relative to their root mean square (not for `Triangular`): where
+            there is no gradient at all, P would grow for ever without.
         affine: a module whose layers' weights and biases are preconditioned together, as one matrix [W b].
             The optimizer then needs names: `PSGD(model.named_parameters(), …)`.
         overrides: from patterns of names (as of files) to a rule from shape to group, the first that fits.

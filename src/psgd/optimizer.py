@@ -278,13 +278,16 @@ class PSGD(Optimizer):
             averaged = update.averages(scopes)
             fit: Fit = operator.attrgetter("fit" if h is not None else "whiten")
             if fitting and h is None:
-                looked_at = [p for scope in scopes if scope.group.probing for p in scope.params if p in grads]
+                wanted = [(s.group.noisy, p) for s in scopes if s.group.probing for p in s.params]
+                looked_at = [p for noisy, p in wanted if noisy or p in grads]
                 late = [p for p in looked_at if p not in v]  # also gradients put on what does not require one
-                v = v | dict(zip(late, self._probes(late), strict=True))
+                drawn = v | dict(zip(late, self._probes(late), strict=True))
+                v = {p: drawn[p] for p in looked_at}
                 h = averaged if self.param_groups[0]["curvature"] == whiten_momentum else grads
             elif fitting and h is not None:
                 known = ((p, t) for p, t in h.items() if t is not None and p in grads and p in v)
                 h = {p: regularized(t, v[p], options[p]) for p, t in known}
+                v = {p: v[p] for p in h}
             steps = self._stepped(update, scopes, averaged, (v, h, fit) if fitting and h is not None else None, shards)
             if update.late:
                 if not shards.ok:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from psgd.across import local
 from psgd.arrangement import Member, together
+from psgd.curvature import Whiten
 from psgd.group import Group
 from psgd.groups.diagonal import Diagonal, Scalar
 from psgd.groups.involution import XMat
@@ -122,8 +123,10 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
         adam = 2 * sum(local(p).numel() * p.element_size() for p in scope.params)
         first = names[scope.params[0]]
         x = torch.empty(scope.n, dtype=scope.dtype, device="meta")
-        fit = _operations(functools.partial(chosen.fit, point, x, x)) if point else 0.0
-        precondition = _operations(functools.partial(chosen.precondition, point, x)) if point else 0.0
+        move = chosen.whiten if isinstance(pg.get("curvature"), Whiten) else chosen.fit
+        fit = _operations(functools.partial(move, point, x, x)) if point else 0.0
+        ready = chosen.ready(point) if point else point
+        precondition = _operations(functools.partial(chosen.precondition, ready, x)) if point else 0.0
         name = first if len(scope.params) == 1 else f"{len(scope.params)} tensors"
         if len(scope.units) > 1:
             name = f"{first} and {len(scope.units) - 1} alike"

@@ -46,9 +46,8 @@ class Update:
 
         A pair without curvature says nothing: Q would grow for ever.
         """
-        pg, known = self.options[scope.params[0]], [p if p in h else None for p in scope.held]
-        v_flat = scope.flat([None if p is None else v.get(p) for p in known])
-        h_flat = scope.flat([None if p is None else h[p] for p in known])
+        pg = self.options[scope.params[0]]
+        v_flat, h_flat = (scope.flat([found.get(p) for p in scope.held]) for found in (v, h))
         watched = isinstance(schedule(pg), Adaptive)
         if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
             ok = torch.ones(1, dtype=torch.bool, device=scope.device)
@@ -69,7 +68,8 @@ class Update:
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
         how = How(pg["precond_lr"], coin, pg["rule"])
         if pg["init_scale"] is None and group.scalable and not settled:
-            factors = _rescale(scope, v_flat, h_flat, ok)
+            noise = group.noisy and fit(group) == group.whiten  # which says nothing of the size of h
+            factors = _rescale(scope, torch.zeros_like(v_flat) if noise else v_flat, h_flat, ok)
             if scope.across is ALONE:
                 point = scope.scaled(factors())
             else:

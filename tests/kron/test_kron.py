@@ -23,6 +23,8 @@ from psgd.kron import affine_layers
         ((1,), ""),
         ((1, 1, 1), ""),
         ((768,), ""),
+        ((3,), ""),
+        ((1, 4), ""),
         ((128, 128), "01"),
         ((512, 128), "01"),
         ((128, 512), "01"),
@@ -369,3 +371,35 @@ def test_a_run_resumed_at_any_step_is_bitwise_the_same():
         model.load_state_dict(first.state_dict())
         resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
         assert all(map(torch.equal, advance(model, resumed, range(stop, end)), whole)), stop
+
+
+@pytest.mark.parametrize("curvature", [psgd.whiten, psgd.whiten_momentum], ids=str)
+def test_a_weight_without_gradient_beside_a_bias_with_one_does_not_let_p_grow_for_ever(curvature):
+    model = nn.Sequential(nn.Linear(6, 6))
+    options = dict(lr=1e-3, precond_prob=1.0, precond_lr=0.9, curvature=curvature)
+    opt = PSGD(model.named_parameters(), kron(affine=model), **options)
+    for t in range(600):
+        model[0].weight.grad = None
+        model[0].bias.grad = torch.randn(6, generator=torch.Generator().manual_seed(t))
+        opt.step()
+    factors = [q["Q"] for q in opt.state[model[0].weight]["q"].values()]
+    assert len(factors) == 2 and all(q.norm() ** 2 < 1e5 for q in factors)  # 1e12 without noise in the weight's part
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_the_initial_scale_is_the_gradients_and_not_that_of_the_noise(n):
+    p = nn.Parameter(torch.zeros(n))
+    opt = PSGD([p], kron(), lr=1.0, momentum=0.0, precond_prob=1.0, precond_lr=1e-6, curvature=psgd.whiten)
+    for _ in range(12):
+        p.grad = torch.full((n,), 3.0)
+        opt.step()
+    assert float(opt.state[p]["level"]) == pytest.approx(3.0, rel=0.01)
+
+
+def test_the_plan_counts_the_step_that_is_made():
+    """Of 512×128: P m by two matrices; and a fit in whitening that never forms G of the longer axis."""
+    w, n, m = nn.Parameter(torch.zeros(512, 128)), 512, 128
+    whiten, newton = (plan(PSGD([w], kron(), curvature=c).param_groups).rows[0] for c in (psgd.whiten, psgd.hessian))
+    products = 2 * n * n * m + 2 * n * m * m
+    assert products <= whiten.precondition <= 1.1 * products
+    assert whiten.fit < 0.6 * newton.fit

@@ -278,7 +278,10 @@ def tables(results: Sequence[Result]) -> list[Table]:
     columns = ["method", *(text for length in lengths for text in (f"{length}", f"{length}, paper"))]
     budgets = {length: max(r.config.iterations for r in here) for (length,), here in grouped(results, "length").items()}
     within = ", ".join(f"{budgets[length]:,}" for length in lengths)
-    note = f"Runs with success within {within} iterations, by length; the paper's rates are of 100,000 iterations."
+    note = (
+        f"Runs with success within {within} iterations, by length, and within {EVALUATIONS} gradients or products for "
+        "each of them; the paper's rates are of 100,000 iterations."
+    )
     return [Table("Success", columns, rows, note), costs(by_cell)]
 
 

@@ -52,6 +52,10 @@ class Blocks(Group):
     def probing(self) -> bool:
         return self.part.probing
 
+    @property
+    def noisy(self) -> bool:
+        return self.part.noisy
+
     def origin(self, n: int, where: Where) -> Point:
         return _repeat(self.part.origin(self.k, where), n // self.k)
 

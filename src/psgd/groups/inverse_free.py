@@ -127,6 +127,10 @@ class InverseFree(Kronecker):
 
     @property
     def probing(self) -> bool:
+        return self.noisy
+
+    @property
+    def noisy(self) -> bool:
         return self.damping > 0
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:

@@ -52,6 +52,11 @@ class Padded:
         """As `Group.probing`."""
         return True
 
+    @property
+    def noisy(self) -> bool:
+        """As `Group.noisy`."""
+        return False
+
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         """As `Group.scaled`."""
         return self.part.scaled(q, s)
