@@ -244,8 +244,12 @@ def iterations(result: Result) -> int:
 
 
 def finished(results: Sequence[Result]) -> list[Result]:
-    """Return the runs with records."""
-    return [r for r in results if r.records]
+    """Return the runs with records, by method, length and rank: some were added later."""
+
+    def place(r: Result) -> tuple[int, ...]:
+        return METHODS.index(r.config.method), r.config.length, r.config.rank
+
+    return sorted((r for r in results if r.records), key=place)
 
 
 def grouped(results: Sequence[Result], *fields: str) -> dict[tuple[Any, ...], list[Result]]:
