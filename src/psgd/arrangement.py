@@ -119,7 +119,7 @@ def cost(group: Group | Padded, n: int) -> float:
 
     >>> import psgd
     >>> cost(psgd.Diagonal(), 6), cost(psgd.kron()((2, 3)), 6)
-    (12.0, 18.0)
+    (12.0, 36.0)
     """
     point = group.init(n, dtype=torch.float32, device=torch.device("meta"))
     matrices = [t.shape[-1] for t in leaves(point) if t.ndim > 1 and t.shape[-1] == t.shape[-2]]

@@ -49,6 +49,7 @@ def mixed(model, group, **options):
 WAYS = {
     "whitening": (plain, kron(), torch.float32, {"curvature": psgd.whiten}),
     "momentum": (plain, kron(), torch.float32, {"curvature": psgd.whiten_momentum}),
+    "momentum, exactly": (plain, kron(), torch.float64, {"curvature": psgd.whiten_momentum}),
     "clipped": (plain, kron(), torch.float32, {"curvature": psgd.whiten, "max_norm": 0.5, "max_value": 0.1}),
     "no momentum": (plain, kron(), torch.float64, {"curvature": psgd.whiten, "momentum": 0.0, "init_scale": 0.5}),
     "triangular": (plain, kron(Triangular()), torch.float32, {"curvature": psgd.whiten}),
@@ -212,7 +213,7 @@ def expected(name):
 
 
 def near(mine, theirs):
-    bound = 1e-5 if theirs[0].dtype == torch.float32 else 1e-7
+    bound = 3e-5 if theirs[0].dtype == torch.float32 else 1e-7  # differences amplify the order of a sum, so do 50 steps
     return all((a - b).abs().max() < bound for a, b in zip(mine, theirs, strict=True))
 
 

