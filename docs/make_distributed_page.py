@@ -41,9 +41,9 @@ HEAD = """# More than one process
 
 PSGD needs torch.distributed alone. What ranks do together are the steps of one process on the whole batch: tests
 compare the weights after 50 steps, on 2 and 4 real processes. With exact products and with whitening they differ by
-less than 1e-5 in float32 (3e-5 for `kron` over shards), and 1e-12 in float64 (DDP). Finite differences divide what the order of a sum changes in a
-gradient by ε: they are held to 1e-7 in float64 and to 5e-4 in float32 (up to 1.3e-4 was seen, of weights that moved by
-0.8). A step in which any rank meets a number that is not finite is skipped by all.
+less than 1e-5 in float32 (3e-5 for `kron` over shards), and 1e-12 in float64 (DDP). Finite differences divide what the
+order of a sum changes in a gradient by ε: they are held to 1e-7 in float64 and to 5e-4 in float32 (up to 1.3e-4 was
+seen, of weights that moved by 0.8). A step in which any rank meets a number that is not finite is skipped by all.
 
 ## DDP
 
