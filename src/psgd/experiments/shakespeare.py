@@ -8,8 +8,8 @@ iterations. Seconds are
 the CPU's, of one thread that trains (on a GPU, those of the clock), so that what else the machine does counts little.
 All else are the packages' own defaults, but for the rate of Muon's AdamW, which moves
 embeddings and gains: a tenth of Muon's was better in trials than the package's ratio, and than one rate for both with
-the adjustment of Moonlight; and but for how often and how far `psgd-kron…` moves its factors, chosen in some twenty
-trials of 300 iterations on the same held-out training text.
+the adjustment of Moonlight; and but for how often and how far `psgd-kron…` moves its factors, chosen in 26 single
+runs of 300 iterations on the same held-out training text, which no other method had.
 
 `psgd-kron` whitens the momentum, `psgd-kron-gradient`, `psgd-lra` and `psgd-xmat` whiten the gradient, and
 `psgd-kron-newton` takes exact Hessian products, for which attention has to be computed without torch's fused kernels.
