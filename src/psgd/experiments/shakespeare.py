@@ -92,7 +92,9 @@ BUILDS: dict[str, Build] = {
     "muon": functools.partial(muon, rest_lr=0.1),
     "soap": method("soap").build,
     "heavyball-kron": method("heavyball-kron").build,
-    "psgd-kron-defaults": preconditioned(psgd.kron, momentum=0.9, curvature=psgd.whiten_momentum),
+    "psgd-kron-defaults": preconditioned(
+        psgd.kron, momentum=0.9, curvature=psgd.whiten_momentum, precond_prob=psgd.Decaying()
+    ),
     "psgd-kron": kron(),
     **VARIANTS,
     "psgd-kron-gradient": kron(curvature=psgd.whiten),
