@@ -25,7 +25,7 @@ def test_a_search_finds_a_good_rate_and_is_a_function_of_its_seed():
     assert found == tune.study(NAME, "sgd", 12, seed=3)
     assert found["lr"] != tune.study(NAME, "sgd", 12, seed=4)["lr"]
     assert 1e-4 <= found["lr"] <= 1.0 and found["range"] == [1e-4, 1.0] and found["trials"] == 12
-    assert found["score"] == tiny.score(tune.result(tiny, "sgd", found["lr"], 3))
+    assert found["score"] == tiny.score(tune.result(tiny, "sgd", {"lr": found["lr"]}, 3))
     assert found["command"] == f"psgd tune {NAME} sgd --trials 12 --seed 3"
     assert {"psgd", "torch", "optuna"} <= set(found["versions"])
 

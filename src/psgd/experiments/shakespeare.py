@@ -92,9 +92,6 @@ BUILDS: dict[str, Build] = {
     "muon": functools.partial(muon, rest_lr=0.1),
     "soap": method("soap").build,
     "heavyball-kron": method("heavyball-kron").build,
-    "psgd-kron-defaults": preconditioned(
-        psgd.kron, momentum=0.9, curvature=psgd.whiten_momentum, precond_prob=psgd.Decaying()
-    ),
     "psgd-kron": kron(),
     **VARIANTS,
     "psgd-kron-gradient": kron(curvature=psgd.whiten),
@@ -108,7 +105,6 @@ CENTRES = {
     "muon": 2e-2,
     "soap": 3e-3,
     "heavyball-kron": 1e-3,
-    "psgd-kron-defaults": 1e-3,
     "psgd-kron": 1e-3,
     "psgd-kron-gradient": 3e-3,
     "psgd-kron-newton": 1e-1,
@@ -143,6 +139,10 @@ class Config:
     held: float = 0.0
     """The last part of the training text to hold out, instead of the validation text."""
     source: str = "shakespeare"
+
+    def stepper(self, model: nn.Module, seed: int) -> Stepper:
+        """Return the method at work on a model."""
+        return BUILDS[self.method](model, self.lr, seed)
 
 
 TINY = Config(
@@ -205,7 +205,7 @@ def run(config: Config, seed: int, state: State | None = None) -> Iterator[Recor
         layers=config.layers,
         heads=config.heads,
     ).to(train.device)
-    stepper = BUILDS[config.method](model, config.lr, seed)
+    stepper = config.stepper(model, seed)
     peaks = [options["lr"] for options in stepper.optimizer.param_groups]
     judged = pieces(held_out, config)
     clock = time.perf_counter if train.is_cuda else time.process_time

@@ -1,7 +1,9 @@
 """Learning rates: found by Optuna, with the same number of trials for every method, and kept in tuned.json.
 
-The search is log-uniform over the method's range, or the experiment's own if it has a function `lrs(method)`. What it
-minimizes is the experiment's `score`, of validation data. A search is a function of (experiment, method, trials, seed).
+The search is log-uniform over the method's range, or the experiment's own if it has a function `lrs(method)`. One with
+functions `ranges(method)` and `start(method)` has several fields of its config tuned together, from a first trial on.
+What a search minimizes is the experiment's `score`, of validation data. It is a function of (experiment, method, trials,
+seed).
 """
 
 from __future__ import annotations
@@ -43,6 +45,12 @@ def tuned(experiment: str, method: str) -> float | None:
     return entry["lr"] if entry else None
 
 
+def found(experiment: str, method: str, otherwise: dict[str, float]) -> dict[str, float]:
+    """Return the fields that were found together for a method, or others if none were."""
+    entry = read(FILE).get(experiment, {}).get(method)
+    return entry["fields"] if entry else otherwise
+
+
 @functools.cache
 def read(path: Path) -> dict[str, Any]:
     """Return all that was found."""
@@ -67,8 +75,15 @@ def can(experiment: Any, method: str) -> bool:
 
 
 def bounds(experiment: Any, method: str) -> tuple[float, float]:
-    """Return the range to search."""
-    return experiment.lrs(method) if hasattr(experiment, "lrs") else find(method).lr
+    """Return the range of rates to search."""
+    return spans(experiment, method)["lr"]
+
+
+def spans(experiment: Any, method: str) -> dict[str, tuple[float, float]]:
+    """Return the range of each field to search."""
+    if hasattr(experiment, "ranges"):
+        return experiment.ranges(method)
+    return {"lr": experiment.lrs(method) if hasattr(experiment, "lrs") else find(method).lr}
 
 
 def tune(
@@ -97,31 +112,35 @@ def study(name: str, method: str, trials: int, seed: int) -> dict[str, Any]:
     optuna = importlib.import_module("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     experiment = load(name)
-    low, high = bounds(experiment, method)
+    ranges = spans(experiment, method)
     diverged: list[str] = []
 
     def objective(trial: Any) -> float:
-        lr = trial.suggest_float("lr", low, high, log=True)
+        fields = {field: trial.suggest_float(field, *ends, log=True) for field, ends in ranges.items()}
         try:
-            score = float(experiment.score(result(experiment, method, lr, seed)))
+            score = float(experiment.score(result(experiment, method, fields, seed)))
         except Exception:  # some optimizers raise when their numbers are no longer finite
             diverged.append(traceback.format_exc())
             return math.inf
         if not math.isfinite(score):
-            diverged.append(f"lr {lr}: score {score}")
+            diverged.append(f"{fields}: score {score}")
             return math.inf
         return score
 
     search = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    if hasattr(experiment, "start"):
+        search.enqueue_trial(experiment.start(method))
     search.optimize(objective, n_trials=trials)
     if not math.isfinite(search.best_value):
         raise ValueError(f"no trial of {method} ended with a finite score; the last one: {diverged[-1]}")
+    several = {"fields": search.best_params, "ranges": ranges} if len(ranges) > 1 else {}
     return {
         "lr": search.best_params["lr"],
         "score": search.best_value,
         "trials": trials,
         "diverged": len(diverged),
-        "range": [low, high],
+        "range": list(ranges["lr"]),
+        **several,
         "seed": seed,
         "command": f"psgd tune {name} {method} --trials {trials} --seed {seed}",
         "versions": {k: v for k, v in versions().items() if k in ("psgd", "python", "torch", "optuna", source(method))},
@@ -136,9 +155,9 @@ def source(method: str) -> str:
         return "psgd"
 
 
-def result(experiment: Any, method: str, lr: float, seed: int) -> Result:
+def result(experiment: Any, method: str, fields: dict[str, float], seed: int) -> Result:
     """Run one trial, here and now."""
-    config = dataclasses.replace(experiment.tuning(method), lr=lr)
+    config = dataclasses.replace(experiment.tuning(method), **fields)
     torch.manual_seed(seed)
     start, cpu = time.perf_counter(), time.process_time()
     records = [store.strict({"step": r.step, **r.values}) for r in experiment.run(config, seed)]
