@@ -34,6 +34,7 @@ from psgd.group import Group
 from psgd.groups.named import lra
 from psgd.groups.padded import Padded
 from psgd.interception import Intercept
+from psgd.lockstep import Lockstep
 from psgd.options import OBJECTS, ParamGroup, agree, listed, plain, schedule, tensors, validate
 from psgd.persistence import SOURCES, STATE_VERSION, check, restored, saved
 from psgd.schedule import Adaptive, Regular, Schedule
@@ -41,7 +42,10 @@ from psgd.scope import Fit, Scope
 from psgd.step_size import Smoothed, StepSize
 from psgd.trend import Trend
 from psgd.unit import probe
-from psgd.update import Update, balance, clip, finite, regularized
+from psgd.update import Update, balance, clip, exact, finite, regularized
+
+Vectors = dict[Scope, Tensor]
+"""A vector for each scope."""
 
 Rule = Callable[[tuple[int, ...]], Group]
 """From a tensor's shape to its own group, e.g. `psgd.affine`."""
@@ -197,6 +201,7 @@ class PSGD(Optimizer):
         from psgd.compiled import Compiled
 
         self._runtime["compiled"] = Compiled(**options)
+        self._runtime.pop("lockstep", None)  # whose scopes are not compiled
 
     @contextlib.contextmanager
     def curvature(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
@@ -255,12 +260,14 @@ class PSGD(Optimizer):
 
     @torch.no_grad()
     def _update(self, due: bool, v: dict[Tensor, Tensor], h: dict[Tensor, Any] | None, out: Any) -> None:
+        if self._in_step(due, v, h, out):
+            return
         options = {p: pg for pg in self.param_groups for p in pg["params"]}
         grads = {p: _gradient(p, pg) for p, pg in options.items() if p.grad is not None and p.numel()}
         if not grads:
             self._count(fitted=False)
             return
-        with torch.autocast(next(iter(grads)).device.type, enabled=False):
+        with exact(next(iter(grads)).device.type):
             everything = self._scopes()
             scopes = [s for s in everything if any(p in grads for p in s.params)]
             products = [t for t in (h or {}).values() if t is not None]
@@ -297,10 +304,9 @@ class PSGD(Optimizer):
                 update.keep(averaged)
             self._count_skip(everything[0], update.ok, update.sure)
             update.write(steps)
-            adaptive = schedule(self.param_groups[0])
-            if fitting and isinstance(adaptive, Adaptive):
-                self._rest(scopes, adaptive)
-        self._count(fitted=fitting)
+            if self._runtime.get("lockstep") is None and scopes == everything:
+                self._runtime["lockstep"] = Lockstep.of(everything, self.param_groups, self.state)
+        self._finish(scopes, fitting)
 
     def _stepped(
         self, update: Update, scopes: Sequence[Scope], m: dict[Tensor, Tensor], pair: Any, shards: Across
@@ -311,15 +317,75 @@ class PSGD(Optimizer):
             m, pair = exchange.brought(m, pair, functools.partial(self._probes, whole=True))
         here = [scope for scope in scopes if scope.units]
         if pair is not None:
-            for scope in here:
-                update.fit(scope, *pair)
-        directions = [update.direction(scope, m) for scope in here]
-        balances = [] if pair is None else balance(here, self.param_groups[0], update.ok)
-        clip(here, directions, self.param_groups[0], ALONE if exchange is None else shards)
-        for finish in balances:
-            finish()
+            *vectors, fit = pair
+            v, h = ({scope: scope.gathered(found) for scope in here} for found in vectors)
+            pair = (v, h, fit)
+        m_flat = {scope: update.guarded(scope.gathered(m)) for scope in here}
+        out = {scope: x for scope, x in m_flat.items() if len(scope.held) > 1}  # one alone may be the average itself
+        directions = self._directions(update, here, m_flat, out, pair, ALONE if exchange is None else shards)
         steps = {p: t for s, d in zip(here, directions, strict=True) for p, t in zip(s.held, s.split(d), strict=True)}
         return steps if exchange is None else steps | exchange.scatter(steps)
+
+    def _directions(
+        self, update: Update, scopes: Sequence[Scope], m: Vectors, out: Vectors, pair: Any, owners: Across = ALONE
+    ) -> list[Tensor]:
+        """Fit each scope to its pair of vectors, if there is any, and return the clipped P m, perhaps in `out`."""
+        if pair is not None:
+            v, h, fit = pair
+            for scope in scopes:
+                update.fit(scope, v[scope], h[scope], fit)
+        directions = [update.direction(scope, m[scope], out.get(scope)) for scope in scopes]
+        balances = [] if pair is None else balance(scopes, self.param_groups[0], update.ok)
+        clip(scopes, directions, self.param_groups[0], owners)
+        for finish in balances:
+            finish()
+        return directions
+
+    def _in_step(self, due: bool, v: dict[Tensor, Tensor], h: dict[Tensor, Any] | None, out: Any) -> bool:
+        """Move all parameters by the same calls, if they are alike; if not, do nothing. Return which."""
+        lockstep: Lockstep | None = self._runtime.get("lockstep")
+        if lockstep is None:
+            return False
+        if not lockstep.holds(self.param_groups, self.state):
+            del self._runtime["lockstep"]
+            return False
+        with exact("cpu"):
+            return self._stepped_together(lockstep, due, v, h, out)
+
+    def _stepped_together(
+        self, lockstep: Lockstep, due: bool, v: dict[Tensor, Tensor], h: dict[Tensor, Any] | None, out: Any
+    ) -> bool:
+        given = () if h is None else (v, h)
+        vectors = [lockstep.gradients(), *(lockstep.vector([t.get(p) for p in lockstep.params]) for t in given)]
+        known = [t for t in vectors if t is not None]
+        if len(known) < len(vectors):
+            return False
+        g, *newton = known
+        ok = finite(known, None if parallel() else out)
+        m = lockstep.averages(g) if ok else None
+        if m is None:
+            return False
+        scratch, pair, fitting = lockstep.cut(g), None, due and self._decide(h)
+        update = Update(self.state, lockstep.options, {}, ok, sure=True)
+        if fitting and newton:
+            pair = (*map(lockstep.cut, newton), operator.attrgetter("fit"))
+        elif fitting:
+            h_flat = m if self.param_groups[0]["curvature"] == whiten_momentum else scratch
+            probes = lockstep.probes(self.param_groups[0]["seed"], self.param_groups[0]["iteration"])
+            pair = (lockstep.cut(probes), h_flat, operator.attrgetter("whiten"))
+        directions = self._directions(update, lockstep.scopes, m, scratch, pair)
+        for pg, params, steps in lockstep.moves(g, directions):
+            update.move(pg, params, steps)
+        lockstep.count()
+        self._finish(lockstep.scopes, fitting)
+        return True
+
+    def _finish(self, scopes: Sequence[Scope], fitting: bool) -> None:
+        """Count a step, and set the pause after it."""
+        adaptive = schedule(self.param_groups[0])
+        if fitting and isinstance(adaptive, Adaptive):
+            self._rest(scopes, adaptive)
+        self._count(fitted=fitting)
 
     def _count(self, fitted: bool) -> None:
         for pg in self.param_groups:

@@ -99,3 +99,17 @@ def normal_like(p: Tensor, *numbers: int, whole: int | None = None, runs: Runs |
     n = math.prod(shape) if whole is None else whole
     v = normal(n, generator(*numbers), dtype=dtype, runs=runs).view(shape)
     return (torch.view_as_complex(v) if p.is_complex() else v).to(dtype=p.dtype, device=p.device)
+
+
+def fill(out: Tensor, *numbers: int) -> None:
+    """Write to a vector what `normal_like` returns for a tensor of as many entries.
+
+    >>> x = torch.zeros(6)
+    >>> fill(x, 0, 1)
+    >>> x.view(2, 3).equal(normal_like(torch.zeros(2, 3), 0, 1))
+    True
+    """
+    if len(out) <= BLOCK:
+        torch.randn(len(out), generator=generator(*numbers), out=out)
+    else:
+        out.copy_(normal(len(out), generator(*numbers), dtype=out.dtype).view(-1))

@@ -33,6 +33,10 @@ SCALE = ("level", "pairs")
 """What the initial scale is found from: the largest curvature met, and in how many pairs. By the units' first."""
 
 
+YES = torch.ones(1, dtype=torch.bool)
+"""What was looked at, and holds."""
+
+
 class Scope:
     """A group's point over the concatenation of some units, in lockstep with their parameters' entries of the state."""
 
@@ -57,6 +61,8 @@ class Scope:
         self._ready: Point | None = None
         self.fresh = False
         """Whether the point was fitted in this step, and not used since: a function of the step alone."""
+        self.settled = False
+        """Whether the initial scale is known to have been found."""
         self._wanted = dtype or torch.float32
         self.installed: list[tuple[Tensor, Point]] = []  # the views in the state
 
@@ -112,7 +118,7 @@ class Scope:
         points = [self.point] if len(self.units) == 1 else unstacked(self.point, len(self.units))
         views = [q for unit, point in zip(self.units, points, strict=True) for q in unit.slices(point)]
         mine = dict(zip(self.held, views, strict=True))
-        self.installed, self._ready = [(p, mine.get(p, {})) for p in self.params], None
+        self.installed, self._ready, self.settled = [(p, mine.get(p, {})) for p in self.params], None, False
         for p, q in self.installed:
             state[p]["q"] = q
         exact = torch.promote_types(self.dtype, torch.float32)
@@ -141,6 +147,10 @@ class Scope:
         for unit in self.units:
             pieces += unit.flat(list(itertools.islice(rest, len(unit.params))), self.dtype)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def gathered(self, found: Mapping[Tensor, Tensor]) -> Tensor:
+        """Concatenate what was found for the parameters that are held; what is missing counts as zero."""
+        return self.flat([found.get(p) for p in self.held])
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Cut a flat vector into the shapes of the parameters that are held (complex ones as pairs of reals)."""
@@ -197,7 +207,7 @@ class Scope:
         """Write a new point in place, or leave the old one for units where `ok` is false or the new is not finite."""
         moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
         count, self._ready = len(self.units), None
-        if self.free and bool(ok.all()) and all(math.isfinite(leaf.sum()) for _, leaf in moved):
+        if self.free and (ok is YES or bool(ok.all())) and all(math.isfinite(leaf.sum()) for _, leaf in moved):
             for old, leaf in moved:  # the sums tell, unless finite numbers overflow in them
                 old.copy_(leaf)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from psgd.across import ALONE, Across, local
 from psgd.group import How
-from psgd.linalg import lift, maximum_modulus
+from psgd.linalg import lift
 from psgd.options import ParamGroup, schedule
 from psgd.probes import mix
 from psgd.schedule import Adaptive
-from psgd.scope import Fit, Scope, State
+from psgd.scope import YES, Fit, Scope, State
 from psgd.trend import Trend, relative, sample
 from psgd.unit import placed, real
 
@@ -41,33 +42,34 @@ class Update:
         """Return x, if all is finite."""
         return x if self.sure or self.late else torch.where(self.ok, x, otherwise)
 
-    def fit(self, scope: Scope, v: dict[Tensor, Tensor], h: dict[Tensor, Tensor], fit: Fit) -> None:
-        """Move the scope's point by one step on its pair; parameters without h have no part in it.
+    def fit(self, scope: Scope, v_flat: Tensor, h_flat: Tensor, fit: Fit) -> None:
+        """Move the scope's point by one step on its pair; entries with h = 0 have no part in it.
 
         A pair without curvature says nothing: Q would grow for ever.
         """
         pg = self.options[scope.params[0]]
-        v_flat, h_flat = (scope.flat([found.get(p) for p in scope.held]) for found in (v, h))
-        watched = isinstance(schedule(pg), Adaptive)
+        watched, curved = isinstance(schedule(pg), Adaptive), True
         if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
             ok = torch.ones(1, dtype=torch.bool, device=scope.device)
         elif self.sure and scope.alone and not watched:
-            curved = 0 < float(maximum_modulus(h_flat)) < math.inf
-            ok, h_flat = torch.tensor([curved]), h_flat if curved else torch.zeros_like(h_flat)
+            ok, curved = YES, bool(h_flat.any())  # it is known to be finite
         else:
             each = scope.each(h_flat)
             most = torch.maximum(each.amax(1), -each.amin(1))
             ok = self.ok & most.isfinite() & (most > 0)
             h_flat = torch.where(ok[:, None], each, 0).view(-1)
         if scope.pair is not None:
-            lone = len(scope.held) == 1  # then h may be the gradient itself
-            scope.pair = (v_flat, h_flat.clone() if lone else h_flat)
+            own = fit(scope.group) != scope.group.whiten  # else h may be what P m is written over
+            scope.pair = (v_flat, h_flat if own else h_flat.clone())
+        scope.fresh = True
+        if not curved:
+            return
         point, group = scope.point, scope.group
-        looked = scope.across is not ALONE or scope.free
-        settled = looked and bool((scope.scale["pairs"] >= _SCALE_PAIRS).all())  # no more to exchange
+        if not scope.settled and (scope.across is not ALONE or scope.free):  # then there is no more to exchange
+            scope.settled = bool((scope.scale["pairs"] >= _SCALE_PAIRS).all())
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
         how = How(pg["precond_lr"], coin, pg["rule"])
-        if pg["init_scale"] is None and group.scalable and not settled:
+        if pg["init_scale"] is None and group.scalable and not scope.settled:
             noise = group.noisy and fit(group) == group.whiten  # which says nothing of the size of h
             factors = _rescale(scope, torch.zeros_like(v_flat) if noise else v_flat, h_flat, ok)
             if scope.across is ALONE:
@@ -75,13 +77,13 @@ class Update:
             else:
                 how = how._replace(scale=lambda: factors()[0])
         if scope.alone and not watched:
-            how = how._replace(lr=how.lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32)), out=point)
+            lr = how.lr if ok is YES else how.lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32))
+            how = how._replace(lr=lr, out=point)
         point = scope.fitted(fit, point, v_flat, h_flat, how)
         if watched:
             self._watch(scope, point, ok)
         else:
             scope.move(point, ok)
-        scope.fresh = True
 
     def _watch(self, scope: Scope, point: Any, ok: Tensor) -> None:
         """Move the scope's point, and keep the trend of its moves."""
@@ -92,11 +94,10 @@ class Update:
             state["trend"] = torch.zeros(2, len(move), dtype=move.dtype, device=move.device)
         Trend(state["trend"]).add(move)
 
-    def direction(self, scope: Scope, m: dict[Tensor, Tensor]) -> Tensor:
-        """Return P m, m the averaged gradient, in new memory; zero where the step is skipped."""
-        x = self.guarded(scope.flat([m.get(p) for p in scope.held]))
+    def direction(self, scope: Scope, x: Tensor, out: Tensor | None) -> Tensor:
+        """Return P x, x the averaged gradient (zero where the step is skipped), in new memory or in `out`."""
         if schedule(self.options[scope.params[0]]).ever:
-            return scope.precondition(x, x if len(scope.held) > 1 else None)  # one alone may be the average itself
+            return scope.precondition(x, out)
         return x.clone() if self.sure or self.late else x
 
     def averages(self, scopes: Sequence[Scope]) -> dict[Tensor, Tensor]:
@@ -143,9 +144,16 @@ class Update:
             pg = self.options[p]
             together.setdefault(id(pg), (pg, []))[1].append(p)
         for pg, params in together.values():
-            self._step(pg, params, [steps[p] for p in params])
+            self.move(pg, params, [steps[p] for p in params])
+            counters = [self.state[p]["step"] for p in params]
+            if self.sure:
+                torch._foreach_add_(counters, 1)
+            else:
+                for counter in counters:
+                    counter.add_(self.ok)
 
-    def _step(self, pg: ParamGroup, params: list[Tensor], steps: list[Tensor]) -> None:
+    def move(self, pg: ParamGroup, params: list[Tensor], steps: list[Tensor]) -> None:
+        """Move the parameters of a param_group."""
         targets, lr = [real(local(p)) for p in params], pg["lr"]
         if not schedule(pg).ever:  # then this is SGD, to the last bit
             steps = [t.to(p.dtype) for t, p in zip(steps, targets, strict=True)]
@@ -159,12 +167,6 @@ class Update:
             torch._foreach_add_(targets, steps, alpha=-lr)
         else:
             torch._foreach_sub_(targets, torch._foreach_mul(steps, rates))
-        counters = [self.state[p]["step"] for p in params]
-        if self.sure:
-            torch._foreach_add_(counters, 1)
-        else:
-            for counter in counters:
-                counter.add_(self.ok)
 
 
 def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup, owners: Across = ALONE) -> None:
@@ -178,7 +180,10 @@ def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup
         norms = _norms(scopes, directions)
         if bounded:
             for i, (scope, d) in enumerate(zip(scopes, directions, strict=True)):
-                rms = norms[i] / scope.units[0].whole ** 0.5
+                root = scope.units[0].whole ** 0.5
+                if scope.free and all(norm <= lead["max_rms"] * root for norm in norms[i].view(-1).tolist()):
+                    continue  # as on most steps
+                rms = norms[i] / root
                 factor = (lead["max_rms"] / rms.clamp_min(tiny)).clamp_max(1)
                 scope.each(d).mul_(factor)
                 norms[i] = norms[i] * factor
@@ -214,6 +219,11 @@ def _total(scopes: Sequence[Scope], norms: Sequence[Tensor], owners: Across, dev
         owned = scope.shards is not scope.across
         squares[owned] = squares[owned] + t.double().square().sum().to(device)
     return (squares[0] + owners.sum(squares[1])[0]).sqrt()
+
+
+def exact(device: str) -> AbstractContextManager[Any]:
+    """Keep a user's autocast out of our mathematics."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def regularized(t: Tensor, x: Tensor, pg: ParamGroup) -> Tensor:
