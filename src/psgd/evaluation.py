@@ -30,10 +30,9 @@ class Evaluation:
 
     def plain(self) -> None:
         """Evaluate loss and gradient alone."""
-        reached: list[int] = []  # a hook tells best: a closure without backward may still call zero_grad
-        with _hooked(self.params, lambda i, _: reached.append(i)):
-            self._call()
-        if not reached:
+        before = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.params]
+        self._call()
+        if not any(_reached(p.grad, *was) for p, was in zip(self.params, before, strict=True)):
             self._backward()
 
     def first(self, v: Sequence[Tensor] | None, *, repeatable: bool = True) -> None:
@@ -141,6 +140,13 @@ class Evaluation:
                 p.grad = None
             with torch.enable_grad():
                 loss.backward()
+
+
+def _reached(grad: Tensor | None, was: Tensor | None, version: int) -> bool:
+    """Whether a backward pass left this gradient, where there was another; zero_grad alone leaves none, or zeros."""
+    if grad is None or (grad is was and grad._version == version):
+        return False
+    return grad is not was or bool(local(grad).any())
 
 
 def total(t: Tensor, params: Sequence[Tensor]) -> Tensor:
