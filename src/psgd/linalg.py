@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -116,8 +117,10 @@ def solve_triangular(a: Tensor, x: Tensor, upper: bool) -> Tensor:
 
 def frobenius(t: Tensor) -> Tensor:
     """‖T‖_F, a true bound of the spectral norm, tight within √rank."""
+    if t.dtype != torch.float64:
+        return torch.linalg.vector_norm(t, dtype=torch.float64).float()  # where squares have a place
     size = magnitude(t)
-    return size * torch.linalg.vector_norm(lift(t) / size)
+    return size * torch.linalg.vector_norm(t / size)
 
 
 def maximum_modulus(t: Tensor) -> Tensor:
@@ -156,22 +159,35 @@ def spectral_norm(a: Tensor, width: int = 2, depth: int = 5) -> Tensor:
     True
     """
     a, n = lift(a), a.shape[-1]
-    size = magnitude(a)
-    a = a / size
+    peak, place = torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).max(0)  # the squares of a may have no place
     tiny = torch.finfo(a.dtype).tiny
-    row = a.index_select(0, a.square().sum(1).argmax().reshape(1))[0]
-    row = row / row.norm().clamp_min(tiny)
-    phase = torch.arange(1, n + 1, dtype=torch.float64, device=a.device).square()[:, None]
-    noise = torch.cos(phase * torch.arange(1, width + 1, device=a.device).sqrt()).to(a.dtype) * (2 / n) ** 0.5
-    x = noise + row[:, None] * (2 * (row @ noise >= 0) - 1)
-    spanned = [x]  # entries of A are at most 1, and one is 1: neither powers of it nor their squares overflow
+    size = peak.to(a.dtype).clamp_min(tiny)
+    scale = size.reciprocal()
+    row, noise = a.index_select(0, place.view(1)) * scale, _directions(n, width, a.dtype, a.device)
+    x = torch.addmm(noise, row.mT, (row @ noise).sign())
+    spanned: list[Tensor] = []  # the largest row of A/size has norm 1: neither its powers nor their squares overflow
     for _ in range(depth):
-        spanned.append(a @ spanned[-1])
-    krylov = torch.cat(spanned[1:], 1)
+        spanned.append(a @ (x * scale))
+        x = spanned[-1]
+    krylov = torch.cat(spanned, 1)
     basis, _ = torch.linalg.qr(krylov / torch.linalg.vector_norm(krylov, dim=0).clamp_min(tiny))
-    image = a @ basis
+    image = a @ (basis * scale)
     gram = image.mT @ image
     power = gram / gram.diagonal().sum().clamp_min(tiny)  # its largest eigenvalue is at least 1 / (width·depth)
-    for _ in range(5):  # to the 32nd power: the leading eigenvalue is all that is left
-        power = power @ power
+    power = torch.linalg.matrix_power(power, 32)  # the leading eigenvalue is all that is left
     return size * ((power * gram).sum() / power.diagonal().sum().clamp_min(tiny)).sqrt()
+
+
+def _directions(n: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return pseudo-random vectors of norm about 1, always the same, as columns."""
+    if not torch.compiler.is_compiling():
+        return _known_directions(n, width, dtype, device)
+    return _new_directions(n, width, dtype, device)
+
+
+def _new_directions(n: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    phase = torch.arange(1, n + 1, dtype=torch.float64, device=device).square()[:, None]
+    return torch.cos(phase * torch.arange(1, width + 1, device=device).sqrt()).to(dtype) * (2 / n) ** 0.5
+
+
+_known_directions = functools.lru_cache(maxsize=64)(_new_directions)

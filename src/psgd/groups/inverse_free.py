@@ -15,7 +15,7 @@ from psgd.groups.constant import Identity
 from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
 from psgd.groups.kronecker import Kronecker
-from psgd.linalg import frobenius, lift, maximum_modulus, spectral_norm, subtract
+from psgd.linalg import frobenius, lift, maximum_modulus, ordinary, plus, spectral_norm, subtract
 from psgd.step_size import StepSize
 
 
@@ -47,15 +47,15 @@ class Quadratic(Motion):
     def matrix(self, q: Tensor, g: Tensor) -> Tensor:
         """Return Q − ½sGQ − ½sQG + ¼s²GQG."""
         left = g @ q
-        change = left - 0.25 * left @ g
-        return q - 0.5 * (change + change.mT)
+        change = torch.addmm(left, left, g, alpha=-0.25)
+        return torch.sub(q, change + change.mT, alpha=0.5)
 
     def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
         """Return α²Q − XZᵀ − ZXᵀ, where α = 1 + ½c and Z = ½αQX − ⅛X(XᵀQX)."""
         alpha, qx = 1 + 0.5 * c, q @ x
-        z = 0.5 * alpha * qx - 0.125 * (x @ (x.mT @ qx))
-        half = x @ z.mT
-        return alpha.square() * q - (half + half.mT)
+        less = torch.addmm(-0.5 * alpha * qx, x, x.mT @ qx, alpha=0.125)  # −Z
+        half = x @ less.mT
+        return plus(half + half.mT, q, alpha.square())
 
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
         """Return (1 − ½sg)²d."""
@@ -156,15 +156,18 @@ class InverseFree(Kronecker):
 
     def _multiplied(self, p: Tensor, x: Tensor, i: int) -> Tensor:
         """Multiply one axis of x by a matrix or a diagonal: seen as (before, axis, after), none has to be moved."""
-        batch, after = x.shape[:-1], math.prod(self.shape[i + 1 :])
-        y = x.view(*batch, -1, self.shape[i], after)
+        batch, n, after = x.shape[:-1], self.shape[i], math.prod(self.shape[i + 1 :])
         if p.ndim == 1:
-            y = y * p[:, None]
-        elif after < len(p):  # a product wants long sides
-            y = (y.mT.reshape(*batch, -1, len(p)) @ p.mT).view(*batch, -1, after, len(p)).mT
+            y = x.view(*batch, -1, n) * p if after == 1 else x.view(*batch, -1, n, after) * p[:, None]
+        elif x.ndim == 1 and x.numel() == n * after:  # no axis before it: a product of two matrices
+            y = p @ x.view(n, after)
+        elif after == 1:
+            y = x.view(*batch, -1, n) @ p.mT
+        elif after < n:  # a product wants long sides
+            y = (x.view(*batch, -1, n, after).mT.reshape(*batch, -1, n) @ p.mT).view(*batch, -1, after, n).mT
         else:
-            y = p @ y
-        return y.reshape(*batch, -1)
+            y = p @ x.view(*batch, -1, n, after)
+        return y.reshape(x.shape)
 
     def _moving(self) -> list[int]:
         return [i for i, part in enumerate(self.parts) if part.moves]
@@ -173,7 +176,10 @@ class InverseFree(Kronecker):
         """Return h with a little noise: the probe, moved by one entry lest it cancel a product with it."""
         if not self.damping:
             return h
-        return h + (self.damping * frobenius(h) / h.numel() ** 0.5).to(h.dtype) * v.roll(1, -1)
+        share = self.damping / h.numel() ** 0.5
+        if ordinary(h, v):
+            return torch.add(h, v.roll(1, -1), alpha=share * float(frobenius(h)))
+        return h + (share * frobenius(h)).to(h.dtype) * v.roll(1, -1)
 
     def _followed(self, q: Point, h: Tensor, v: Tensor | None, how: How) -> Point:
         """Return the point after one step of each factor; without v, v vᵀ is what it is in the mean."""
@@ -185,7 +191,10 @@ class InverseFree(Kronecker):
 
     def _columns(self, x: Tensor, i: int) -> Tensor:
         """Return x as a matrix with an axis first, and all others, the batch among them, second."""
-        return lift(self._move(x, i).reshape(-1, self.shape[i]).mT)
+        n = self.shape[i]
+        if x.ndim == 1 and x.numel() == n * math.prod(self.shape[i + 1 :]):
+            return lift(x.view(n, -1))
+        return lift(self._move(x, i).reshape(-1, n).mT)
 
     def _moved(self, p: Point, x: Tensor, y: Tensor | None, lr: float | Tensor, rule: StepSize) -> Point:
         """Return a factor's new point, for G = XXᵀ − YYᵀ, or its diagonal; without Y, with as many I as columns."""

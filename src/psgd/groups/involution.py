@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from psgd.across import ALONE
 from psgd.algebra import MatrixAlgebra
 from psgd.group import How, Point
 from psgd.linalg import batch_sum, chunks, goes, lift, plus
@@ -71,11 +72,12 @@ class Involution(MatrixAlgebra):
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
             return super().fitted(q, v, h, how)
         pieces, middle, zero = chunks(len(h) // 2, h), self.lone(len(h)), h.new_zeros(1)
+        if len(pieces) == 1 and len(h) % 2 == 0 and how.across is ALONE:
+            return self._fitted_at_once(q, v, h, how)
         alone = [(q["a"][middle] * h[middle], v[middle] / q["a"][middle])] if len(h) % 2 else []
-        whole = self._ends(q, v, h, *pieces[0]) if len(pieces) == 1 else None  # so small that it is kept
 
         def ends(i: int, j: int) -> tuple[Tensor, ...]:
-            return self._ends(q, v, h, i, j) if whole is None else whole
+            return self._ends(q, v, h, i, j)
 
         def norm() -> Tensor:
             found = [_symmetric(*_residual(*ends(i, j)[4:])).reshape(1) for i, j in pieces]
@@ -107,6 +109,27 @@ class Involution(MatrixAlgebra):
             new["b"][middle] = 0
         return new
 
+    def _fitted_at_once(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        """Do the same where a vector is so small that calls cost more than entries: all of it, pairs seen twice."""
+        (a, b), (a_, b_) = (q["a"], q["b"]), (self.sigma(q["a"]), self.sigma(q["b"]))
+        y = plus(a * h, b, self.sigma(h))
+        z = plus(a_ * v, b_, self.sigma(v), value=-1) / plus(a * a_, b, b_, value=-1)
+        y_, z_, yy, zz = self.sigma(y), self.sigma(z), y * y, z * z
+        e, f = yy - zz, plus(y * y_, z, z_, value=-1)
+
+        def bound() -> Tensor:
+            return plus(yy, y_, y_).amax() + plus(zz, z_, z_).amax()
+
+        size, ell = how.rule(how.lr, q["ell"], lambda: _symmetric(e, self.sigma(e), f), bound)
+        if how.out is not None and not goes(size):
+            return q
+        e, f = e * -size, f * -size
+        if how.out is None:
+            new = torch.addcmul(a, e, a), torch.addcmul(b, e, b)
+        else:  # a and b may be views of it
+            new = torch.addcmul(a, e, a, out=how.out["a"]), torch.addcmul(b, e, b, out=how.out["b"])
+        return {"a": plus(new[0], f, b_), "b": plus(new[1], f, a_), "ell": ell}
+
     def _ends(self, q: Point, v: Tensor, h: Tensor, i: int, j: int) -> tuple[Tensor, ...]:
         """Return a, b, y = Qh and z = Q⁻ᵀv of pairs i … j, each with the partners' after it."""
         (a, a_), (b, b_) = self.couples(q["a"], i, j), self.couples(q["b"], i, j)
@@ -120,8 +143,12 @@ class Involution(MatrixAlgebra):
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         if g.ndim > 1:
             return super().precondition(q, g)
-        k, out = len(g) // 2, torch.empty_like(g) if out is None else out
-        for i, j in chunks(k, g):
+        pieces = chunks(len(g) // 2, g)
+        if len(pieces) == 1 and len(g) % 2 == 0 and lift(q["a"]) is q["a"]:  # then calls cost more than entries
+            x = self.sigma(q["b"] * (y := plus(q["a"] * g, q["b"], self.sigma(g))))
+            return plus(x, q["a"], y) if out is None else torch.addcmul(x, q["a"], y, out=out)
+        out = torch.empty_like(g) if out is None else out
+        for i, j in pieces:
             (a, a_), (b, b_), (x, x_) = (self.couples(t, i, j) for t in (q["a"], q["b"], g))
             y, y_ = plus(a * x, b, x_), plus(b_ * x, a_, x_)
             self.put(out, i, j, plus(a * y, b_, y_), plus(b * y, a_, y_))
