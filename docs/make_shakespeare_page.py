@@ -2,28 +2,68 @@
 
 It is written from three runs, after `psgd tune shakespeare all --trials 6`:
 `psgd run shakespeare`, the same with `--set iterations=400 --only psgd-kron,muon` (-half), and with
-`--set iterations=1500 --seeds 0:1 --only adamw,psgd-kron,muon` (-long).
+`--set iterations=1500 --seeds 0:1 --only adamw,psgd-kron,muon` (-long). What leads it is from `psgd run
+shakespeare-tuned`, after `psgd tune shakespeare-tuned` with 12 trials for each method, and 6 for `psgd-kron`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from psgd.experiments import shakespeare, store
+from psgd.experiments import shakespeare, shakespeare_tuned, store
 from psgd.experiments.experiment import Result
 from psgd.experiments.report.looks import number
 from psgd.experiments.show import spread
-from psgd.experiments.tune import FILE, read
+from psgd.experiments.tune import FILE, near_ends, read
 
 ROOT = Path(__file__).parents[1]
-RUN, HALF, LONG = (ROOT / "results" / f"shakespeare{more}" for more in ("", "-half", "-long"))
+RUN, HALF, LONG, ALIKE = (ROOT / "results" / f"shakespeare{more}" for more in ("", "-half", "-long", "-tuned"))
+PLOTS = ROOT / "results" / "plots"
 
-HEAD = """# A character GPT: who reaches AdamW's loss first?
+TITLE = """# A character GPT: who reaches AdamW's loss first?
 
 <!-- Written by docs/make_shakespeare_page.py: edit that, then `./run python docs/make_shakespeare_page.py`. -->
 
+"""
+
+EQUAL = """## All tuned alike
+
+Tiny Shakespeare, {parameters:,} parameters ({layers} layers of width {width}, {heads} heads), batches of {batch} pieces
+of {block} characters, {iterations:,} iterations with {warmup} of warm-up and a cosine down to a tenth; {seeds} seeds.
+Everyone has {total} trials by Optuna, of {short} iterations each, judged by held-out training text: six of the rate
+alone, all else as the package has it, and {four} of four numbers together, the first of them where the six ended.
+`psgd-kron` had two searches of six of the rate alone, with updates in every tenth iteration and by `Decaying()`, which
+it keeps, and {ours} of all four. Seconds are the CPU's, of one thread that trains.
+
+Not counted are earlier runs on this task (below): after them `kron()` has a matrix along both axes of 512×128 by
+default, and Muon's AdamW starts at a tenth of Muon's rate; and where the two PSGDs look for their `precond_lr` reaches
+the 0.9 that was good for ours there.
+
+"""
+
+NUMBERS = """
+### The four numbers
+
+Gradients are averaged over `memory` iterations: β₁ = 1 − 1/`memory`. `decay` is the decoupled weight decay. In `second`
+iterations follows what is known of second order: β₂ = 1 − 1/`second` of AdamW and SOAP, `precond_lr` = 1/`second` of
+the two PSGDs; Muon has none, and there 1/`second` is the rate of its AdamW over its own. Rates were looked for up to
+three times less and more than the best of six, `memory` in {memory}, `decay` in {decay}, `second` where the
+table says.
+
+{ends} Losses are the best of the trials of all four numbers, which chose them, and of the rate alone.
+
+"""
+
+MORE = """
+## More methods, rates alone tuned
+
+Not on equal terms: rates alone are tuned here, and `psgd-kron` has other settings than above, which had more runs.
+
+"""
+
+HEAD = """\
 Tiny Shakespeare, {parameters:,} parameters (four layers of width {width}, four heads), batches of {batch} pieces of
 {block} characters, {iterations:,} iterations with {warmup} of warm-up and a cosine down to a tenth; {seeds} seeds, one
 for the variants of `psgd-kron`. Everyone's rate is the best of {trials} trials by Optuna in two decades, on held-out
@@ -79,12 +119,97 @@ The rate of `psgd-kron-gradient` is of the time when it had a matrix along the s
 
 TAIL = """
 Run on commit {commit}, with {versions}, on {processor}; `{command}`. The records are in
-[results/shakespeare](../results/shakespeare).
+[results/{name}](../results/{name}).
 """
 
 
-def page() -> str:
-    """Return the page."""
+def page(alike: Path = ALIKE) -> str:
+    """Return the page; the runs of methods that are tuned alike lead it, if they are there."""
+    if not alike.exists():
+        return TITLE + rates_alone()
+    return TITLE + equal(store.load(alike)) + MORE + rates_alone().replace("\n## ", "\n### ")
+
+
+def equal(run: store.Run) -> str:
+    """Return what is said of methods that are tuned alike."""
+    entries, config = numbers(run), run.results[0].config
+    searched = {m: 6 * len(shakespeare_tuned.ALONE[m]) for m in entries}
+    totals = sorted({entry["trials"] + searched[m] for m, entry in entries.items()})
+    if len(totals) > 1:
+        raise ValueError(f"there is the same number of trials for all, got {', '.join(map(str, totals))}")
+    (four,) = {entry["trials"] for m, entry in entries.items() if m != "psgd-kron"}
+    head = EQUAL.format(
+        **vars(config),
+        parameters=parameters(config),
+        seeds=len({r.seed for r in run.results}),
+        total=totals[0],
+        short=shakespeare_tuned.tuning("adamw").iterations,
+        four=four,
+        ours=entries["psgd-kron"]["trials"],
+    )
+    (table,) = shakespeare_tuned.tables(run.results)
+    rows = [
+        (
+            m,
+            *(entry["fields"][field] for field in ("lr", "memory", "decay", "second")),
+            span(entry["ranges"]["second"]),
+            entry["score"],
+            min(shakespeare_tuned.ALONE[m]),
+            f"{searched[m]} + {entry['trials']}",
+            entry["diverged"],
+        )
+        for m, entry in entries.items()
+    ]
+    columns = ("method", "lr", "memory", "decay", "second", "searched in", "held-out loss", "by the rate alone")
+    (memory,), (decay,) = ({span(e["ranges"][field]) for e in entries.values()} for field in ("memory", "decay"))
+    return (
+        head
+        + pictures()
+        + markdown(table.columns, table.rows)
+        + f"\n{table.note}\n"
+        + "\n### What it says\n\n"
+        + shakespeare_tuned.remarks(run.results)
+        + "\n"
+        + NUMBERS.format(memory=memory, decay=decay, ends=ends(entries))
+        + markdown((*columns, "trials", "diverged"), rows)
+        + tail(run)
+    )
+
+
+def numbers(run: store.Run) -> dict[str, dict[str, Any]]:
+    """Return what was found for each method, which has to be what ran."""
+    known = read(FILE).get(run.name, {})
+    for r in run.results:
+        fields = known.get(r.config.method, {}).get("fields")
+        if fields is None or any(getattr(r.config, field) != value for field, value in fields.items()):
+            raise ValueError(f"a run has the numbers of {FILE.name}, {r.config.method} has not: run it again")
+    return {r.config.method: known[r.config.method] for r in run.results}
+
+
+def pictures() -> str:
+    """Show the plots that there are."""
+    found = {by: PLOTS / f"shakespeare-tuned-tiny-shakespeare-by-{by}.png" for by in ("iteration", "time")}
+    shown = [f"![Validation loss by {by}](../results/plots/{p.name})\n" for by, p in found.items() if p.exists()]
+    return "".join([*shown, "\n"] if shown else [])
+
+
+def ends(entries: Mapping[str, dict[str, Any]]) -> str:
+    """Say which numbers are near an end of where they were looked for."""
+    found = [f"`{field}` of `{m}`" for m, entry in entries.items() for field in near_ends(entry)]
+    return f"Near an end of their ranges: {', '.join(found)}." if found else "None is near an end of its range."
+
+
+def span(ends: Sequence[float]) -> str:
+    """Return a range.
+
+    >>> span([0.001, 0.3])
+    '0.001 … 0.3'
+    """
+    return f"{ends[0]:g} … {ends[1]:g}"
+
+
+def rates_alone() -> str:
+    """Return what is said of all methods, of which rates alone are tuned."""
     run = store.load(RUN)
     long = store.load(LONG).results
     config = run.results[0].config
@@ -94,17 +219,9 @@ def page() -> str:
     (trials,) = {entry["trials"] for entry in tuned.values()}
     head = HEAD.format(**vars(config), parameters=parameters(config), seeds=seeds, trials=trials)
     rates = [
-        (m, entry["lr"], f"{entry['range'][0]:g} … {entry['range'][1]:g}", entry["score"], entry["diverged"])
+        (m, entry["lr"], span(entry["range"]), entry["score"], entry["diverged"])
         for m, entry in sorted(tuned.items(), key=lambda item: list(shakespeare.BUILDS).index(item[0]))
     ]
-    about, versions = run.provenance, run.provenance["versions"]
-    packages = ("torch", "heavyball", "pytorch-optimizer")
-    tail = TAIL.format(
-        commit=about["commit"][:7],
-        versions=", ".join(f"{name} {versions[name]}" for name in packages if name in versions),
-        processor=f"{about['cpus']} cores of {about['processor']}",
-        command=Path(about["command"].split()[0]).name + " " + " ".join(about["command"].split()[1:3]),
-    )
     return (
         head
         + markdown(table.columns, table.rows)
@@ -122,7 +239,20 @@ def page() -> str:
         )
         + RATES.format(iterations=shakespeare.tuning("adamw").iterations)
         + markdown(("method", "rate", "searched", "held-out loss", "diverged"), rates)
-        + tail
+        + tail(run)
+    )
+
+
+def tail(run: store.Run) -> str:
+    """Say what ran, and where."""
+    about, versions = run.provenance, run.provenance["versions"]
+    packages = ("torch", "heavyball", "pytorch-optimizer")
+    return TAIL.format(
+        name=run.name,
+        commit=about["commit"][:7],
+        versions=", ".join(f"{name} {versions[name]}" for name in packages if name in versions),
+        processor=f"{about['cpus']} cores of {about['processor']}",
+        command=Path(about["command"].split()[0]).name + " " + " ".join(about["command"].split()[1:3]),
     )
 
 

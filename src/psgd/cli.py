@@ -138,10 +138,11 @@ def tune_(
                 failed += 1
                 say(f"{method} failed: {error}", error=True)
                 continue
-            say(f"{method}: lr {found['lr']:.4g}, score {found['score']:.4g}, {found['diverged']} of {trials} diverged")
-            if tune.near_an_end(found):
-                low, high = found["range"]
-                say(f"  it is near an end of the range, {low:g} to {high:g}: a wider one may hold a better one")
+            fields = found.get("fields", {"lr": found["lr"]})
+            told = ", ".join(f"{field} {value:.4g}" for field, value in fields.items())
+            say(f"{method}: {told}, score {found['score']:.4g}, {found['diverged']} of {trials} diverged")
+            for field, (low, high) in tune.near_ends(found).items():
+                say(f"  {field} is near an end of the range, {low:g} to {high:g}: a wider one may hold a better one")
     say(f"kept in {out}")
     if failed:
         raise typer.Exit(1)

@@ -36,6 +36,65 @@ def test_an_experiment_may_have_ranges_of_its_own(monkeypatch):
     assert 0.2 <= found["lr"] <= 0.3 and found["range"] == [0.2, 0.3]
 
 
+RANGES = {"lr": (0.01, 0.5), "clip": (1.0, 100.0)}
+START = {"lr": 0.02, "clip": 7.0}
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Let the experiment have two fields tuned, and return a list of what is tried."""
+    tried = []
+    honest = tune.result
+
+    def result(experiment, method, fields, seed):
+        tried.append(fields)
+        return honest(experiment, method, fields, seed)
+
+    monkeypatch.setattr(tiny, "ranges", lambda method: RANGES, raising=False)
+    monkeypatch.setattr(tiny, "start", lambda method: START, raising=False)
+    monkeypatch.setattr(tune, "result", result)
+    return tried
+
+
+def test_several_fields_are_found_together_from_a_start_on(together):
+    found = tune.study(NAME, "sgd", 8, seed=3)
+    assert len(together) == 8 and together[0] == START and START not in together[1:]
+    for fields in (*together, found["fields"]):
+        assert list(fields) == list(RANGES)
+        assert all(low <= fields[field] <= high for field, (low, high) in RANGES.items())
+    scores = [tiny.score(tune.result(tiny, "sgd", fields, 3)) for fields in together[:8]]
+    assert found["score"] == min(scores) and found["fields"] == together[scores.index(min(scores))]
+    assert found["lr"] == found["fields"]["lr"] and found["range"] == [0.01, 0.5]
+    assert found["ranges"] == {"lr": [0.01, 0.5], "clip": [1.0, 100.0]}
+
+
+def test_a_search_of_several_fields_is_a_function_of_its_seed(together):
+    one, again, other = (tune.study(NAME, "sgd", 5, seed=seed) for seed in (3, 3, 4))
+    assert one == again and together[:5] == together[5:10]
+    assert together[10] == START and together[11:] != together[1:5] and other["seed"] == 4
+
+
+def test_one_trial_of_several_fields_is_the_start(together):
+    assert tune.study(NAME, "sgd", 1, seed=0)["fields"] == START == together[0]
+
+
+def test_fields_are_kept_and_can_be_looked_up(together, monkeypatch, tmp_path):
+    out = tmp_path / "tuned.json"
+    monkeypatch.setattr(tune, "FILE", out)
+    assert tune.found(NAME, "sgd", START) is START
+    [outcome] = tune.tune(NAME, ["sgd"], Here(), trials=3, out=out)
+    assert json.loads(out.read_text()) == {NAME: {"sgd": outcome.value}}
+    assert tune.found(NAME, "sgd", {}) == outcome.value["fields"] and tune.tuned(NAME, "sgd") == outcome.value["lr"]
+    assert tune.found(NAME, "momentum", START) is START and tune.found("another", "sgd", START) is START
+
+
+def test_every_field_is_looked_at_for_being_near_an_end():
+    entry = {"lr": 0.1, "range": [0.01, 1.0], "ranges": {"lr": [0.01, 1.0], "clip": [1.0, 100.0]}}
+    assert tune.near_ends({**entry, "fields": {"lr": 0.1, "clip": 10.0}}) == {}
+    assert tune.near_ends({**entry, "fields": {"lr": 0.1, "clip": 99.0}}) == {"clip": [1.0, 100.0]}
+    assert list(tune.near_ends({**entry, "fields": {"lr": 0.0101, "clip": 1.0}})) == ["lr", "clip"]
+
+
 def failing(monkeypatch, above: float) -> None:
     """Let large rates diverge in every way there is."""
     honest = tiny.run

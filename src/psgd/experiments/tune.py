@@ -2,8 +2,8 @@
 
 The search is log-uniform over the method's range, or the experiment's own if it has a function `lrs(method)`. One with
 functions `ranges(method)` and `start(method)` has several fields of its config tuned together, from a first trial on.
-What a search minimizes is the experiment's `score`, of validation data. It is a function of (experiment, method, trials,
-seed).
+What a search minimizes is the experiment's `score`, of validation data. It is a function of (experiment, method,
+trials, seed).
 """
 
 from __future__ import annotations
@@ -133,13 +133,14 @@ def study(name: str, method: str, trials: int, seed: int) -> dict[str, Any]:
     search.optimize(objective, n_trials=trials)
     if not math.isfinite(search.best_value):
         raise ValueError(f"no trial of {method} ended with a finite score; the last one: {diverged[-1]}")
-    several = {"fields": search.best_params, "ranges": ranges} if len(ranges) > 1 else {}
+    searched = {field: list(ends) for field, ends in ranges.items()}
+    several = {"fields": search.best_params, "ranges": searched} if len(ranges) > 1 else {}
     return {
         "lr": search.best_params["lr"],
         "score": search.best_value,
         "trials": trials,
         "diverged": len(diverged),
-        "range": list(ranges["lr"]),
+        "range": searched["lr"],
         **several,
         "seed": seed,
         "command": f"psgd tune {name} {method} --trials {trials} --seed {seed}",
@@ -164,14 +165,19 @@ def result(experiment: Any, method: str, fields: dict[str, float], seed: int) ->
     return Result(config, seed, records, time.perf_counter() - start, time.process_time() - cpu)
 
 
-def near_an_end(entry: dict[str, Any]) -> bool:
-    """Return whether the best may lie outside the range: what was found is in its lowest or highest twentieth.
+def near_ends(entry: dict[str, Any]) -> dict[str, Sequence[float]]:
+    """Return the ranges whose outside may hold better: of fields that are in the lowest or highest twentieth.
 
-    >>> near_an_end({"lr": 0.9, "range": [1e-4, 1.0]}), near_an_end({"lr": 0.1, "range": [1e-4, 1.0]})
-    (True, False)
+    >>> near_ends({"lr": 0.9, "range": [1e-4, 1.0]}), near_ends({"lr": 0.1, "range": [1e-4, 1.0]})
+    ({'lr': [0.0001, 1.0]}, {})
     """
-    low, high = map(math.log, entry["range"])
-    return not 0.05 < (math.log(entry["lr"]) - low) / (high - low) < 0.95
+    fields, ranges = entry.get("fields", {"lr": entry["lr"]}), entry.get("ranges", {"lr": entry["range"]})
+
+    def place(field: str) -> float:
+        low, high = map(math.log, ranges[field])
+        return (math.log(fields[field]) - low) / (high - low)
+
+    return {field: ranges[field] for field in fields if not 0.05 < place(field) < 0.95}
 
 
 def update(path: Path, experiment: str, method: str, entry: dict[str, Any]) -> None:

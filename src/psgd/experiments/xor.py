@@ -79,8 +79,8 @@ PAPER: dict[str, dict[str, Sequence[float]]] = {
 
 METHODS = ("psgd-lra", "psgd-lra-ours", *(m for m in PAPER["rnn"] if m != "psgd-lra"), "adam")
 BUDGETS = {32: 10_000, 55: 20_000, 64: 20_000, 112: 3_000}
-"""Iterations by length on a CPU, so that all take about an hour on two cores. (At 112, nobody is off log 2 by then; with
-the authors' settings, nor were five runs of 10,000 and one of 40,000. There the paper preset alone can tell.)"""
+"""Iterations by length on a CPU, so that all take about an hour on two cores. (At 112 nobody is off log 2 by then; with
+the authors' settings, nor were five runs of 10,000 and one of 40,000: there the paper preset alone can tell.)"""
 EVALUATIONS = 2
 """Gradients and products for each iteration of the budget: what PSGD takes. Who takes more has fewer iterations."""
 

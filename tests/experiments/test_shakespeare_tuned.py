@@ -1,0 +1,295 @@
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from laboratory import finished, resumed, shown, smaller
+
+import psgd
+from psgd.experiments import runner, shakespeare, shakespeare_tuned, store, tune
+from psgd.experiments.gpt import GPT
+from psgd.experiments.pool import Outcome, attempt
+from psgd.experiments.report.page import slug
+from psgd.experiments.shakespeare import TINY
+from psgd.experiments.shakespeare_tuned import ALONE, BUILDS, STARTS, Config
+from psgd.probes import generator
+
+NAME = "shakespeare-tuned"
+FIELDS = ("lr", "memory", "decay", "second")
+NUMBERS = {"lr": 0.004, "memory": 8.0, "decay": 0.03, "second": 5.0}
+"""Nobody's defaults."""
+
+
+def network():
+    return GPT(20, generator(0), block=TINY.block, width=TINY.width, layers=TINY.layers, heads=TINY.heads)
+
+
+def tiny(name, **changes):
+    """Return a tiny config of a method, or skip the test where its package is missing."""
+    config = next(c for c in shakespeare_tuned.cells("quick") if c.method == name)
+    try:
+        config.stepper(network(), 0)
+    except ImportError as e:
+        pytest.skip(str(e))
+    return smaller(config, **changes)
+
+
+def groups(name, **changes):
+    """Return the options of the optimizer that is built."""
+    return tiny(name, **NUMBERS | changes).stepper(network(), 7).optimizer.param_groups
+
+
+def timeless(result):
+    """Return the records without what no run repeats."""
+    return [{key: value for key, value in r.items() if key != "seconds"} for r in result.records]
+
+
+each_method = pytest.mark.parametrize("name", BUILDS)
+
+
+# --- what is run
+
+
+@pytest.mark.parametrize("preset", ["quick", "cpu", "paper"])
+def test_every_preset_has_every_method_as_shakespeare_has_it(preset):
+    others = {c.method: c for c in shakespeare.cells(preset)}
+    found = shakespeare_tuned.cells(preset)
+    assert [c.method for c in found] == list(BUILDS) == list(STARTS) == list(ALONE) and set(BUILDS) <= set(others)
+    for c in found:
+        assert type(c) is Config
+        assert {k: v for k, v in vars(c).items() if k not in FIELDS} == {
+            k: v for k, v in vars(others[c.method]).items() if k != "lr"
+        }
+    assert len(runner.grid(NAME, preset)) == len(BUILDS) * (1 if preset == "quick" else 3)
+
+
+def test_the_numbers_are_those_that_were_found_or_else_where_the_search_starts(monkeypatch, tmp_path):
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps({NAME: {"soap": {"lr": NUMBERS["lr"], "fields": NUMBERS}}}))
+    monkeypatch.setattr(tune, "FILE", file)
+    for c in shakespeare_tuned.cells("cpu"):
+        expected = NUMBERS if c.method == "soap" else STARTS[c.method]
+        assert {field: getattr(c, field) for field in FIELDS} == expected
+
+
+@each_method
+def test_a_search_starts_within_its_ranges(name):
+    ranges, start = shakespeare_tuned.ranges(name), shakespeare_tuned.start(name)
+    assert tuple(ranges) == tuple(start) == FIELDS
+    assert all(low <= start[field] <= high for field, (low, high) in ranges.items())
+    assert {"memory": ranges["memory"], "decay": ranges["decay"]} == {"memory": (5.0, 40.0), "decay": (1e-3, 0.3)}
+    assert ranges["lr"] == pytest.approx((start["lr"] / 3, start["lr"] * 3))
+
+
+@pytest.mark.parametrize("name", [m for m in BUILDS if m != "psgd-kron"])
+def test_a_search_starts_where_that_of_the_rate_alone_ended(name):
+    entry = tune.read(tune.FILE)["shakespeare"][name]
+    assert STARTS[name]["lr"] == pytest.approx(entry["lr"], rel=1e-3) and entry["trials"] == 6
+    assert ALONE[name] == (pytest.approx(entry["score"], abs=1e-3),)
+
+
+@each_method
+def test_a_search_starts_with_the_packages_defaults(name):
+    """As `shakespeare` builds them, but for ours, and for a decay of 0, which has no logarithm."""
+    start = STARTS[name]
+    built = tiny(name, **start).stepper(network(), 0).optimizer.param_groups
+    if name == "psgd-kron":
+        usual = psgd.PSGD(network().parameters(), psgd.kron(), lr=start["lr"], curvature=psgd.whiten_momentum)
+        defaults, new = usual.param_groups, {"params", "param_names", "precond_prob", "weight_decay"}
+    else:
+        defaults = shakespeare.BUILDS[name](network(), start["lr"]).optimizer.param_groups
+        new = {"params", "beta", "weight_decay"}
+    for ours, theirs in zip(built, defaults, strict=True):
+        for key in (ours.keys() | theirs.keys()) - new:
+            assert ours[key] == (
+                pytest.approx(theirs[key]) if key in ("betas", "precond_lr", "momentum") else theirs[key]
+            )
+        assert ours["weight_decay"] == max(theirs["weight_decay"], 1e-3)
+
+
+@each_method
+def test_trials_are_short_and_never_see_the_validation_text(name):
+    assert shakespeare_tuned.tuning(name) == Config(name, iterations=200, warmup=50, every=200, held=0.1)
+    assert tune.can(shakespeare_tuned, name) and tune.spans(shakespeare_tuned, name) == shakespeare_tuned.ranges(name)
+
+
+# --- what is built
+
+
+@pytest.mark.parametrize("name", ["adamw", "soap"])
+def test_two_averages(name):
+    (options,) = groups(name)
+    assert (
+        options["lr"] == 0.004 and options["betas"] == pytest.approx((0.875, 0.8)) and options["weight_decay"] == 0.03
+    )
+    assert options.get("shampoo_beta") is None  # that is, β₂
+
+
+def test_muon_and_its_adamw():
+    matrices, rest = groups("muon")
+    assert matrices["use_muon"] and not rest["use_muon"]
+    assert matrices["lr"] == 0.004 and rest["lr"] == pytest.approx(0.004 / 5)
+    assert matrices["momentum"] == pytest.approx(0.875) and rest["betas"] == (0.9, 0.95)
+    assert matrices["weight_decay"] == rest["weight_decay"] == 0.03
+    assert matrices["weight_decouple"] and rest["weight_decouple"]
+    assert all(p.ndim == 2 for p in matrices["params"]) and len(rest["params"]) == 7
+
+
+def test_the_factors_of_heavyball():
+    (options,) = groups("heavyball-kron")
+    assert options["lr"] == 0.004 and options["beta"] == pytest.approx(0.875) and options["weight_decay"] == 0.03
+    assert options["precond_lr"] == pytest.approx(0.2)
+
+
+def test_the_factors_of_ours():
+    (options,) = groups("psgd-kron")
+    assert options["lr"] == 0.004 and options["momentum"] == pytest.approx(0.875) and options["weight_decay"] == 0.03
+    assert options["precond_lr"] == pytest.approx(0.2) and options["precond_prob"] == psgd.Decaying()
+    assert options["curvature"] == psgd.whiten_momentum and options["group"] == psgd.kron() and options["seed"] == 7
+
+
+@each_method
+def test_every_number_counts(name):
+    """An option may be set and read by nobody. (Halved, since ours averages no more than the gradients so far.)"""
+
+    def ending(**changes):
+        return finished(shakespeare_tuned, tiny(name, **NUMBERS | {"iterations": 6} | changes)).last("validation_loss")
+
+    usual = ending()
+    assert all(ending(**{field: NUMBERS[field] / 2}) != usual for field in FIELDS)
+
+
+# --- runs
+
+
+@each_method
+def test_a_run_is_finite_and_repeats_itself(name):
+    config = tiny(name, **STARTS[name])
+    result = finished(shakespeare_tuned, config)
+    assert [r["step"] for r in result.records] == [10, 20, 30] and result.last("gradients") == 30
+    assert all(math.isfinite(r[key]) for r in result.records for key in ("train_loss", "validation_loss"))
+    assert result.last("validation_loss") < math.log(20)
+    torch.rand(1)  # whatever else is drawn
+    assert timeless(finished(shakespeare_tuned, config)) == timeless(result)
+    assert timeless(finished(shakespeare_tuned, config, seed=1)) != timeless(result)
+
+
+@each_method
+def test_resuming_changes_nothing(name):
+    config = tiny(name, **NUMBERS)
+    again = timeless(resumed(shakespeare_tuned, config, after=1))
+    if name == "heavyball-kron":  # whose own resumed run differs by rounding
+        again = [pytest.approx(record, rel=1e-5) for record in again]
+    assert again == timeless(finished(shakespeare_tuned, config))
+
+
+def test_missing_cells_are_shown_as_missing():
+    shown(shakespeare_tuned, [])
+
+
+# --- the page
+
+
+class Here:
+    """A pool of this process."""
+
+    def run(self, function, tasks):
+        for key, task in tasks.items():
+            yield Outcome(key, *attempt(function, task))
+
+
+def script():
+    path = Path(__file__).parents[2] / "docs" / "make_shakespeare_page.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def entry(name, trials):
+    ranges = shakespeare_tuned.ranges(name)
+    fields = {field: math.sqrt(low * high) for field, (low, high) in ranges.items()}
+    several = {"fields": fields, "ranges": {field: list(ends) for field, ends in ranges.items()}}
+    return {"lr": fields["lr"], "score": 2.25, "trials": trials, "diverged": 0, "range": list(ranges["lr"]), **several}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Return where numbers, and runs of them, are that were made up."""
+    directory = tmp_path_factory.mktemp("alike")
+    known = {m: entry(m, 6 if m == "psgd-kron" else 12) for m in BUILDS}
+    known["soap"]["fields"]["memory"] = 39.0
+    (directory / "tuned.json").write_text(json.dumps({**tune.read(tune.FILE), NAME: known}))
+    for name in BUILDS:
+        tiny(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "FILE", directory / "tuned.json")
+        assert not runner.run(NAME, runner.grid(NAME, "quick"), directory / "run", Here())
+    return directory
+
+
+def made(directory, change=lambda entries: None, alike="run"):
+    """Return the page, with some of the numbers changed."""
+    known = json.loads((directory / "tuned.json").read_text())
+    change(known[NAME])
+    module = script()
+    module.read = lambda path: known
+    return module.page(directory / alike)
+
+
+def test_the_page_leads_with_what_is_tuned_alike(directory):
+    before, page = made(directory, alike="nowhere"), made(directory)
+    assert "All tuned alike" not in before and "18 trials" not in before
+    headings = [line for line in page.splitlines() if line.startswith("#")]
+    assert headings == [
+        "# A character GPT: who reaches AdamW's loss first?",
+        "## All tuned alike",
+        "### What it says",
+        "### The four numbers",
+        "## More methods, rates alone tuned",
+        "### What it says",
+        "### What decides it",
+        "### The rates",
+    ]
+    first, second = page.split("## More methods")
+    for said in (
+        "Everyone has 18 trials",
+        "and 12 of four numbers",
+        "two searches of six of the rate alone",
+        "and 6 of all four",
+    ):
+        assert said in first.replace("\n", " ")
+    assert "Near an end of their ranges: `memory` of `soap`." in first and "- `adamw` ends at" in first
+    assert "| soap | 0.02386 | 39 | 0.01732 | 31.62 | 5 … 200 | 2.25 | 2.118 | 6 + 12 | 0 |" in first
+    assert "| psgd-kron | 0.002029 | 14.14 | 0.01732 | 4.69 | 1.1 … 20 | 2.25 | 2.42 | 12 + 6 | 0 |" in first
+    assert "(../results/shakespeare-tuned)" in first
+    assert "chosen in 26 single runs" in second and "which no other method had" in second.replace("\n", " ")
+    said = before.split("-->")[1].strip().replace("\n## ", "\n### ")
+    assert second.endswith(said + "\n")
+
+
+def test_the_page_shows_the_plots_that_there_are(tmp_path):
+    module, picture = script(), "shakespeare-tuned-tiny-shakespeare-by-time.png"
+    module.PLOTS = tmp_path
+    assert module.pictures() == ""
+    (tmp_path / picture).touch()
+    assert module.pictures() == f"![Validation loss by time](../results/plots/{picture})\n\n"
+
+
+def test_plots_have_the_names_that_the_page_looks_for(directory):
+    titles = [f"{NAME} {plot.title}" for plot in shakespeare_tuned.plots(store.load(directory / "run").results)]
+    assert [slug(title) for title in titles] == [f"{NAME}-tiny-shakespeare-by-{by}" for by in ("iteration", "time")]
+
+
+def test_runs_at_other_numbers_make_no_page(directory):
+    with pytest.raises(ValueError, match=r"the numbers of tuned\.json, muon has not"):
+        made(directory, lambda entries: entries["muon"]["fields"].update(decay=0.2))
+    with pytest.raises(ValueError, match=r"the numbers of tuned\.json, adamw has not"):
+        made(directory, lambda entries: entries.clear())
+
+
+def test_a_budget_that_is_not_the_same_for_all_makes_no_page(directory):
+    with pytest.raises(ValueError, match="the same number of trials for all, got 18, 24"):
+        made(directory, lambda entries: entries["psgd-kron"].update(trials=12))
