@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 import psgd
 from psgd.experiments.methods import unrounded
@@ -103,6 +106,29 @@ def exact_pair(loss: Loss, params: Sequence[Tensor]) -> None:
         p.grad = gi.detach()
 
 
+class Replaced(TorchFunctionMode):
+    """Hands other tensors to every function in place of some parameters."""
+
+    def __init__(self, others: dict[Any, Tensor]) -> None:
+        super().__init__()
+        self.others = others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        swap = lambda x: self.others.get(x, x) if isinstance(x, nn.Parameter) else x  # noqa: E731
+        return func(*tree_map(swap, args), **tree_map(swap, kwargs or {}))
+
+
+def forward_pair(loss: Loss, params: Sequence[Tensor]) -> None:
+    """Take g and Hv by differentiating the gradient along v, forward over reverse."""
+    with forward_ad.dual_level():
+        duals = {p: forward_ad.make_dual(p, torch.randn_like(p)) for p in params}
+        with Replaced(duals):
+            value = loss()
+        g = [forward_ad.unpack_dual(t) for t in torch.autograd.grad(value, list(duals.values()))]
+    for p, gi in zip(params, g, strict=True):
+        p.grad = gi.primal
+
+
 def difference_pair(loss: Loss, params: Sequence[Tensor]) -> None:
     """Take g at θ + εv and at θ."""
     v = [1e-3 * torch.randn_like(p) for p in params]
@@ -181,11 +207,16 @@ def ours(group: Any, curvature: Any, *, compiled: bool = False) -> Callable[[nn.
 
 
 def our_contestants() -> list[Contestant]:
-    groups = {"XMat": psgd.XMat(), f"lra({RANK})": psgd.lra(RANK), "kron": psgd.kron()}
+    groups = {
+        "XMat": psgd.XMat(),
+        f"lra({RANK})": psgd.lra(RANK),
+        "kron": psgd.kron(),
+        "kron along short axes": psgd.kron(max_skew=1.0),
+    }
     found = []
     for name, group in groups.items():
-        family = name.partition("(")[0].lower()
-        whiten = psgd.whiten_momentum if name == "kron" else psgd.whiten
+        family = name.replace("(", " ").split()[0].lower()
+        whiten = psgd.whiten_momentum if family == "kron" else psgd.whiten
         for source, curvature in (
             ("hessian", psgd.hessian),
             ("finite difference", psgd.finite_difference),
@@ -309,12 +340,12 @@ def muon(rounded: bool) -> Callable[[nn.Module], Runner]:
 
 def floors() -> list[Contestant]:
     """Return what the pair alone costs, of each source."""
-    pairs = {"hessian": exact_pair, "finite difference": difference_pair}
+    pairs = {"hessian": exact_pair, "hessian, forward over reverse": forward_pair, "finite difference": difference_pair}
     return [
         Contestant(
             f"floor: the pair alone, {source}",
             functools.partial(Floor, take=take),
-            twice=take is exact_pair,
+            twice=take is not difference_pair,
             given=False,
         )
         for source, take in pairs.items()
