@@ -52,7 +52,7 @@ class Update:
         if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
             ok = torch.ones(1, dtype=torch.bool, device=scope.device)
         elif self.sure and scope.alone and not watched:
-            ok, curved = YES, bool(h_flat.any())  # it is known to be finite
+            ok, curved = YES, bool(h_flat.amax() > 0 or h_flat.amin() < 0)  # finite, as is known; any() takes longer
         else:
             each = scope.each(h_flat)
             most = torch.maximum(each.amax(1), -each.amin(1))
