@@ -84,7 +84,7 @@ class Whiten(Curvature):
     """h = g: P tends to (E[ggᵀ])^(−½). No second derivative, no second evaluation."""
 
     def pair(self, evaluation: Evaluation, v: Sequence[Tensor], memory: Memory) -> Gradients | None:
-        evaluation.plain()
+        evaluation.plain(memory)
         return None
 
     def accept(self, seen: Intercept, memory: Memory) -> Gradients | None:

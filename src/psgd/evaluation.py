@@ -28,12 +28,28 @@ class Evaluation:
         self.seen = Intercept(params, None)
         self.earlier: Intercept | None = None  # products of micro-batches before this one
 
-    def plain(self) -> None:
-        """Evaluate loss and gradient alone."""
+    def plain(self, memory: dict[str, Any]) -> None:
+        """Evaluate loss and gradient alone; `memory` knows whether the last closure left gradients alone."""
+        if not memory.get("aside"):  # a hook tells best: a closure without backward may still call zero_grad
+            seen: list[int] = []
+            with _hooked(self.params, lambda i, _: seen.append(i)):
+                self._call()
+            memory["aside"] = not seen
+            if not seen:
+                self._backward()
+            return
         before = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.params]
         self._call()
-        if not any(_reached(p.grad, *was) for p, was in zip(self.params, before, strict=True)):
-            self._backward()
+        after = [(p.grad, *was) for p, was in zip(self.params, before, strict=True)]
+        memory["aside"] = all(g is was and (g is None or g._version == version) for g, was, version in after)
+        if not any(_reached(*each) for each in after):
+            try:
+                self._backward()
+            except RuntimeError:  # the graph is gone: a backward pass was there, and left zeros
+                if memory["aside"]:
+                    raise
+                for p, (g, *_) in zip(self.params, after, strict=True):
+                    p.grad = g
 
     def first(self, v: Sequence[Tensor] | None, *, repeatable: bool = True) -> None:
         """Evaluate under watch, taking h = Hv where v is given (see `seen`); so that `difference` can repeat it."""
@@ -143,7 +159,7 @@ class Evaluation:
 
 
 def _reached(grad: Tensor | None, was: Tensor | None, version: int) -> bool:
-    """Whether a backward pass left this gradient, where there was another; zero_grad alone leaves none, or zeros."""
+    """Whether a backward pass left this gradient, for sure: zero_grad alone leaves none, or zeros."""
     if grad is None or (grad is was and grad._version == version):
         return False
     return grad is not was or bool(local(grad).any())

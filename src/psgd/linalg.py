@@ -117,10 +117,15 @@ def solve_triangular(a: Tensor, x: Tensor, upper: bool) -> Tensor:
 
 def frobenius(t: Tensor) -> Tensor:
     """‖T‖_F, a true bound of the spectral norm, tight within √rank."""
-    if t.dtype != torch.float64:
+    if _finer(t):
         return torch.linalg.vector_norm(t, dtype=torch.float64).float()  # where squares have a place
     size = magnitude(t)
-    return size * torch.linalg.vector_norm(t / size)
+    return size * torch.linalg.vector_norm(lift(t) / size)
+
+
+def _finer(t: Tensor) -> bool:
+    """Whether float64 has more digits than t, and is to be had where t is."""
+    return t.dtype != torch.float64 and t.device.type != "mps"
 
 
 def maximum_modulus(t: Tensor) -> Tensor:
@@ -159,35 +164,40 @@ def spectral_norm(a: Tensor, width: int = 2, depth: int = 5) -> Tensor:
     True
     """
     a, n = lift(a), a.shape[-1]
-    peak, place = torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).max(0)  # the squares of a may have no place
-    tiny = torch.finfo(a.dtype).tiny
+    tiny, unit = torch.finfo(a.dtype).tiny, None if _finer(a) else magnitude(a)
+    if unit is None:  # the squares of A may have no place in its own dtype
+        peak, place = torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).max(0)
+    else:
+        a = a / unit
+        peak, place = torch.linalg.vector_norm(a, dim=1).max(0)
     size = peak.to(a.dtype).clamp_min(tiny)
-    scale = size.reciprocal()
-    row, noise = a.index_select(0, place.view(1)) * scale, _directions(n, width, a.dtype, a.device)
+    row, noise = a.index_select(0, place.view(1)) / size, _directions(n, width, a.dtype, a.device)
     x = torch.addmm(noise, row.mT, (row @ noise).sign())
     spanned: list[Tensor] = []  # the largest row of A/size has norm 1: neither its powers nor their squares overflow
     for _ in range(depth):
-        spanned.append(a @ (x * scale))
+        spanned.append(a @ (x / size))
         x = spanned[-1]
     krylov = torch.cat(spanned, 1)
     basis, _ = torch.linalg.qr(krylov / torch.linalg.vector_norm(krylov, dim=0).clamp_min(tiny))
-    image = a @ (basis * scale)
+    image = a @ (basis / size)
     gram = image.mT @ image
     power = gram / gram.diagonal().sum().clamp_min(tiny)  # its largest eigenvalue is at least 1 / (width·depth)
     power = torch.linalg.matrix_power(power, 32)  # the leading eigenvalue is all that is left
-    return size * ((power * gram).sum() / power.diagonal().sum().clamp_min(tiny)).sqrt()
+    norm = size * ((power * gram).sum() / power.diagonal().sum().clamp_min(tiny)).sqrt()
+    return norm if unit is None else unit * norm
 
 
 def _directions(n: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return pseudo-random vectors of norm about 1, always the same, as columns."""
-    if not torch.compiler.is_compiling():
-        return _known_directions(n, width, dtype, device)
-    return _new_directions(n, width, dtype, device)
+    # what is made under a mode (a compiler's, inference_mode, fake tensors) is of no use outside
+    odd = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack()
+    return (_new_directions if odd else _known_directions)(n, width, dtype, device)
 
 
 def _new_directions(n: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    phase = torch.arange(1, n + 1, dtype=torch.float64, device=device).square()[:, None]
-    return torch.cos(phase * torch.arange(1, width + 1, device=device).sqrt()).to(dtype) * (2 / n) ** 0.5
+    phase = torch.arange(1, n + 1, dtype=torch.float64)[:, None].square()
+    vectors = torch.cos(phase * torch.arange(1, width + 1).sqrt()) * (2 / n) ** 0.5
+    return vectors.to(device=device, dtype=dtype)
 
 
 _known_directions = functools.lru_cache(maxsize=64)(_new_directions)

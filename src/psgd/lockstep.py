@@ -58,7 +58,7 @@ class Lockstep:
     @classmethod
     def of(cls, scopes: Sequence[Scope], param_groups: Sequence[ParamGroup], state: State) -> Lockstep | None:
         """Return all parameters, if they can be moved in step."""
-        if not all(type(scope) is Scope and scope.free for scope in scopes):
+        if torch.is_inference_mode_enabled() or not all(type(scope) is Scope and scope.free for scope in scopes):
             return None
         params, dtypes = [p for scope in scopes for p in scope.params], {scope.dtype for scope in scopes}
         beta = param_groups[0]["momentum"]
@@ -70,6 +70,7 @@ class Lockstep:
             and all(pg["momentum"] == beta for pg in param_groups)
             and not (beta and any("momentum" not in state[p] for p in params))
             and {p for pg in param_groups for p in pg["params"]} == set(params)
+            and len(set(params)) == len(params)
         )
         return cls(scopes, param_groups, state) if fits else None
 
@@ -82,7 +83,7 @@ class Lockstep:
             if not same or not all(map(operator.is_, pg["params"], params)):
                 return False
         for p, found, q, step, m in self._held:
-            if state.get(p) is not found or found["q"] is not q or found["step"] is not step:
+            if state.get(p) is not found or found.get("q") is not q or found.get("step") is not step:
                 return False
             if m is not None and found.get("momentum") is not m:
                 return False

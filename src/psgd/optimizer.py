@@ -242,7 +242,7 @@ class PSGD(Optimizer):
                     if v:
                         h = source.pair(evaluation, v, memory)
                     else:
-                        evaluation.plain()
+                        evaluation.plain(memory)
             finally:
                 memory["stepping"] = False
             out = evaluation.out

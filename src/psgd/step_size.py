@@ -63,7 +63,7 @@ class Smoothed(StepSize):
     def __call__(self, lr: float | Tensor, ell: Tensor, norm: Norm, bound: Norm) -> tuple[Tensor, Tensor]:
         """Return (μ/L, L)."""
         now = bound()
-        ell = torch.maximum(torch.lerp(now, ell, self.beta), now)
+        ell = torch.maximum(torch.lerp(now, ell.to(now), self.beta), now)
         return _divide(lr, ell), ell
 
 

@@ -61,9 +61,9 @@ class Update:
         if scope.pair is not None:
             own = fit(scope.group) != scope.group.whiten  # else h may be what P m is written over
             scope.pair = (v_flat, h_flat if own else h_flat.clone())
-        scope.fresh = True
         if not curved:
             return
+        scope.fresh = True
         point, group = scope.point, scope.group
         if not scope.settled and (scope.across is not ALONE or scope.free):  # then there is no more to exchange
             scope.settled = bool((scope.scale["pairs"] >= _SCALE_PAIRS).all())
@@ -97,7 +97,8 @@ class Update:
     def direction(self, scope: Scope, x: Tensor, out: Tensor | None) -> Tensor:
         """Return P x, x the averaged gradient (zero where the step is skipped), in new memory or in `out`."""
         if schedule(self.options[scope.params[0]]).ever:
-            return scope.precondition(x, out)
+            d = scope.precondition(x, out)
+            return d.clone() if d.data_ptr() == x.data_ptr() and out is not x else d  # some groups return x itself
         return x.clone() if self.sure or self.late else x
 
     def averages(self, scopes: Sequence[Scope]) -> dict[Tensor, Tensor]:

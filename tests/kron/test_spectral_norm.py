@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from psgd.linalg import spectral_norm
 
@@ -64,3 +65,20 @@ def test_a_matrix_of_one_entry_and_bfloat16():
 def test_side_by_side():
     a = torch.stack([normal(8, torch.Generator().manual_seed(i)) for i in range(3)])
     torch.testing.assert_close(torch.vmap(spectral_norm)(a), torch.stack([spectral_norm(t) for t in a]))
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-170, 1e160, 1e300])
+def test_float64_of_any_size(size):
+    a = normal(10, torch.Generator().manual_seed(0)).double()
+    assert float(spectral_norm(a * size) / size / spectral_norm(a)) == pytest.approx(1, rel=1e-6)
+
+
+def test_what_is_made_under_a_mode_stays_there():
+    a = normal(19, torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        spectral_norm(a.clone())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        spectral_norm(mode.from_tensor(a))
+    leaf = a.clone().requires_grad_()
+    spectral_norm(leaf).backward()
+    assert leaf.grad is not None and bool(leaf.grad.any())

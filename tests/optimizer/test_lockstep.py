@@ -264,3 +264,96 @@ def test_a_step_takes_as_many_operations_for_many_tensors_as_for_few():
             opt.step()
         counts.append(calls.count)
     assert counts[0] == counts[1] < 25
+
+
+# --- found by a reviewer, each of them in an earlier form of it
+
+
+def test_a_group_that_returns_what_it_is_given_leaves_the_average_alone():
+    for count in (1, 2):
+        params = [nn.Parameter(torch.zeros(4)) for _ in range(count)]
+        opt = PSGD(params, psgd.Identity(), lr=1.0, curvature=whiten, precond_prob=1.0, max_rms=0.1)
+        for _ in range(4):
+            for p in params:
+                p.grad = torch.full((4,), 10.0)
+            opt.step()
+        assert all(opt.state[p]["momentum"].eq(10).all() for p in params)
+
+
+def test_a_run_resumed_where_a_gradient_is_zero_is_bitwise_the_same():
+    def run(steps, model, opt, begin=0):
+        for i, (x, y) in zip(range(steps), batches(), strict=False):
+            if i >= begin:
+                opt.zero_grad()
+                regression(model, x, y)().backward()
+                if i in (8, 12):
+                    opt.param_groups[0]["params"][0].grad.zero_()
+                opt.step()
+
+    def fresh(model):
+        return PSGD(model.parameters(), psgd.kron(), lr=0.01, momentum=0.0, curvature=momenta, precond_prob=0.25)
+
+    whole, other = mlp(), mlp()
+    opt = fresh(whole)
+    run(20, whole, opt)
+    first = fresh(other)
+    run(12, other, first)
+    second, saved = mlp(), copy.deepcopy(first.state_dict())
+    second.load_state_dict(other.state_dict())
+    resumed = fresh(second)
+    resumed.load_state_dict(saved)
+    run(20, second, resumed, begin=12)
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_listed_twice_moves_once():
+    p, q = (nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    opt, moves = PSGD([p, q, p], psgd.kron(), lr=0.1, curvature=momenta, momentum=0.0, precond_prob=0.0), []
+    for _ in range(3):
+        p.grad, q.grad, before = torch.ones(3, 3), torch.ones(3, 3), p.detach().clone()
+        opt.step()
+        moves.append(float((before - p.detach()).mean()))
+    assert moves == pytest.approx([moves[0]] * 3)
+
+
+def test_state_that_was_cleared_starts_anew():
+    model = mlp()
+    opt = PSGD(model.parameters(), psgd.kron(), curvature=momenta)
+    train(opt, model, 3, closure=False)
+    opt.state[next(iter(model.parameters()))].clear()
+    train(opt, model, 2, closure=False)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_steps_in_inference_mode_leave_a_state_for_others():
+    model = mlp()
+    opt = PSGD(model.parameters(), Diagonal(), curvature=whiten)
+    train(opt, model, 3, closure=False)
+    opt.load_state_dict(opt.state_dict())
+    with torch.inference_mode():
+        opt.step()
+    opt.step()
+
+
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+def test_closures_may_turn_from_one_kind_into_another(none, times):
+    """The loss alone, zero_grad without backward, backward, and a backward whose gradient is exactly zero."""
+    p, kinds = nn.Parameter(torch.ones(3)), []
+    opt = PSGD([p], Diagonal(), lr=0.1, momentum=0.0, curvature=whiten, precond_prob=0.0)
+
+    def closure(kind):
+        if kind != "loss":
+            for _ in range(times if kind == "cleared" else 1):
+                opt.zero_grad(set_to_none=none)
+        loss = (p * (0 if kind == "zero" else 1)).sum()
+        if kind in ("backward", "zero"):
+            loss.backward()
+        return loss
+
+    for kind in ("loss", "loss", "backward", "zero", "zero", "loss", "cleared", "cleared", "backward", "cleared"):
+        before = p.detach().clone()
+        opt.step(lambda kind=kind: closure(kind))
+        kinds.append((kind, round(float((before - p.detach()).mean()), 4)))
+    assert kinds == [(kind, 0.0 if kind == "zero" else 0.1) for kind, _ in kinds]
