@@ -1,4 +1,4 @@
-"""The benchmarks: `python benchmarks/bench.py [sections…] [--quick] [--out DIR]`.
+"""The benchmarks: `python benchmarks/bench.py [sections…] [--problem TEXT] [--quick] [--out DIR]`.
 
 Sections: step-cost, roofline, iterations, memory, growth, solvers; all, unless some are named. Writes bench.json,
 bench.md and bench.png. With --quick all is tiny: it takes a minute, shows that everything runs, and its numbers mean
@@ -14,6 +14,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 os.environ |= dict.fromkeys(THREADS, "1") | {"KINETO_LOG_LEVEL": "6"}
 
 import argparse  # noqa: E402
+import dataclasses  # noqa: E402
 import importlib  # noqa: E402
 import importlib.metadata  # noqa: E402
 import sys  # noqa: E402
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("sections", nargs="*", metavar="section", help=", ".join(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where to write (out/bench)")
+    parser.add_argument("--problem", action="append", metavar="TEXT", help="of iterations: whose name contains it")
     asked = parser.parse_args(arguments)
     for name in asked.sections:
         if name not in SECTIONS:
@@ -48,7 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: list[Measurement] = []
     for name in about["sections"]:
         start, section = time.monotonic(), importlib.import_module(name.replace("-", "_"))
-        found += section.run(section.QUICK if asked.quick else section.FULL)
+        settings = section.QUICK if asked.quick else section.FULL
+        if asked.problem and hasattr(settings, "problems"):
+            wanted = tuple(p for p in settings.problems if any(text in p.name for text in asked.problem))
+            settings = dataclasses.replace(settings, problems=wanted)
+        found += section.run(settings)
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         about["finished"] = provenance.now()
         paths = report.write(asked.out, about, found)  # after each: a long run may be cut short

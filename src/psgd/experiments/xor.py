@@ -79,8 +79,8 @@ PAPER: dict[str, dict[str, Sequence[float]]] = {
 
 METHODS = ("psgd-lra", "psgd-lra-ours", *(m for m in PAPER["rnn"] if m != "psgd-lra"), "adam")
 BUDGETS = {32: 10_000, 55: 15_000, 64: 15_000, 112: 3_000}
-"""Iterations by length on a CPU, so that all take about an hour on two cores. Runs that were longer (20,000 at 55 and 64,
-10,000 at 112; one of 40,000 with the authors' settings at 112, still at log 2) had no success later than that."""
+"""Iterations by length on a CPU, so that all take about an hour on two cores. Runs that were longer (20,000 at 55 and
+64, 10,000 at 112; one of 40,000 with the authors' settings at 112, still at log 2) had no success later than that."""
 EVALUATIONS = 2
 """Gradients and products for each iteration of the budget: what PSGD takes. Who takes more has fewer iterations."""
 
