@@ -27,6 +27,20 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
+    Mutant(
+        "pairs at once: σ(b) for b in Qh",
+        "groups/involution.py",
+        "y = plus(a * h, b, self.sigma(h))",
+        "y = plus(a * h, b_, self.sigma(h))",
+        "XMat",
+    ),
+    Mutant(
+        "pairs at once: half of the bound",
+        "groups/involution.py",
+        "return plus(yy, y_, y_).amax() + plus(zz, z_, z_).amax()",
+        "return (plus(yy, y_, y_).amax() + plus(zz, z_, z_).amax()) / 2",
+        "XMat",
+    ),
     Mutant("solve instead of solve_t in b", "group.py", "self.solve_t(q, v)\n", "self.solve(q, v)\n", "Dense"),
     Mutant(
         "P = QQᵀ",
@@ -62,14 +76,14 @@ MUTANTS = [
     Mutant(
         "L forgets the present",
         "step_size.py",
-        "torch.maximum(self.beta * ell + (1 - self.beta) * now, now)",
-        "self.beta * ell + (1 - self.beta) * now",
+        "torch.maximum(torch.lerp(now, ell.to(now), self.beta), now)",
+        "torch.lerp(now, ell.to(now), self.beta)",
         "Dense",
     ),
     Mutant(
         "L forgets the past",
         "step_size.py",
-        "torch.maximum(self.beta * ell + (1 - self.beta) * now, now)",
+        "torch.maximum(torch.lerp(now, ell.to(now), self.beta), now)",
         "now",
         "Dense",
     ),
@@ -204,7 +218,7 @@ MUTANTS = [
     ),
     Mutant("balance forgets ell", "groups/low_rank.py", 'q["ell_U"] * rho.square()', 'q["ell_U"]', "LowRank"),
     Mutant("V starts at zero", "groups/low_rank.py", '"V": normal()', '"V": 0 * normal()', "LowRank"),
-    Mutant("global random state", "groups/low_rank.py", "generator=where.generator, dtype", "dtype", "LowRank"),
+    Mutant("global random state", "group.py", "normal(n, self.generator, width", "normal(n, None, width", "LowRank"),
     Mutant("twiddle sign of the DCT", "groups/constant.py", "(-math.pi / (2 * n))", "(math.pi / (2 * n))", "DCT"),
     Mutant("first row of the DCT too large", "groups/constant.py", "w[:1] / math.sqrt(2)", "w[:1]", "DCT"),
     Mutant("shift to the other side", "groups/constant.py", "x.roll(self.k, -1)", "x.roll(-self.k, -1)", "Shift"),

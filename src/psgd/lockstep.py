@@ -122,13 +122,13 @@ class Lockstep:
         return v
 
     def averages(self, g: Tensor) -> dict[Scope, Tensor] | None:
-        """m ← βm + (1−β)g, as a plain mean while that weighs g more; None if some parameters made fewer steps."""
+        """m ← βm + (1−β)g, as a plain mean while that weighs g more; None while it weighs some more than others."""
         if not self._beta:
             return self.cut(g)
-        counts = self._counters.tolist()
-        if min(counts) != max(counts):
+        weights = {max(1 / (1 + count), 1 - self._beta) for count in set(self._counters.tolist())}
+        if len(weights) > 1:
             return None
-        self._mean.lerp_(g, max(1 / (1 + counts[0]), 1 - self._beta))
+        self._mean.lerp_(g, *weights)
         return self._means
 
     def count(self) -> None:

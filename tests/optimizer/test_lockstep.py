@@ -107,7 +107,7 @@ def test_what_is_out_of_the_ordinary_goes_one_by_one_and_comes_back(monkeypatch)
             opt.zero_grad()
             regression(model, x, y)().backward()
             first.grad = None if i in (5, 6, 7) else first.grad
-            opt.param_groups[0]["l2"] = 0.1 * (10 <= i < 13)
+            opt.param_groups[0]["l2"] = 0.1 * (15 <= i < 17)  # when the warm-up is over for all
             opt.param_groups[0]["momentum"] = 0.5 if i >= 18 else 0.9
             opt.step()
             held.append((in_step(opt), int(opt.state[first]["step"])))
@@ -206,7 +206,7 @@ def test_state_that_was_put_in_is_taken():
     opt.state[p]["momentum"] = torch.full_like(p, 100.0)  # not a view of what moves together
     before = p.detach().clone()
     train(opt, model, 1, closure=False)
-    assert opt.state[p]["momentum"].mean() > 50 and not p.equal(before)
+    assert 80 < opt.state[p]["momentum"].mean() < 95 and not p.equal(before)
 
 
 def test_parameters_added_later_move_too():
