@@ -44,12 +44,12 @@ the 0.9 that was good for ours there.
 
 """
 
-WHY = """
+REASON = """
 Why ours is where it is: factors have to follow quickly in so short a run, and few trials did not find how quickly.
 With `precond_lr` at its default of 0.1 the best held-out loss is {alone:.3f}; the trials of four numbers found
 {follow:.2f} and {found:.3f}; the settings of the next section, 0.9 and updates in each of the first 100 iterations,
 which took 26 runs, have {held:.3f} by six trials of the rate alone. There `psgd-kron` ends at {there:.3f}, here at
-{here:.3f}.
+{here:.3f}, its seeds at {seeds}: a seed that ends far above the others lost its way early, at the height of the rate.
 """
 
 NUMBERS = """
@@ -179,8 +179,9 @@ def equal(run: store.Run) -> str:
         + "\n### What it says\n\n"
         + shakespeare_tuned.remarks(run.results)
         + "\n"
-        + WHY.format(
+        + REASON.format(
             here=ending(run.results, "psgd-kron"),
+            seeds=", ".join(f"{r.last('validation_loss'):.3f}" for r in run.results if r.config.method == "psgd-kron"),
             follow=1 / entries["psgd-kron"]["fields"]["second"],
             found=entries["psgd-kron"]["score"],
             alone=min(shakespeare_tuned.ALONE["psgd-kron"]),
