@@ -9,7 +9,7 @@ from cases import CASES, ids, pair, walked
 from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_with_path
 
-from psgd import Diagonal, Group, Normalized, Point, Smoothed, StepSize, Triangular
+from psgd import Diagonal, Group, Normalized, Point, Smoothed, StepSize, Triangular, XMat
 from psgd.linalg import subtract
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -203,3 +203,11 @@ def test_bfloat16_is_within_a_factor_two_of_float32(
     half, closed = trial.run(torch.bfloat16, rule, lambda f: rate)
     assert half < 2 * full
     assert half < closed
+
+
+@pytest.mark.parametrize("group", [Diagonal(), XMat()], ids=str)
+def test_a_pair_may_be_finer_than_the_point(group):
+    q, rng = group.init(6), torch.Generator().manual_seed(0)
+    v, h = torch.randn(2, 6, dtype=torch.float64, generator=rng)
+    fine, coarse = group.fit(q, v, h, lr=0.1), group.fit(q, v.float(), h.float(), lr=0.1)
+    torch.testing.assert_close(group.precondition(fine, h), group.precondition(coarse, h.float()).double())
