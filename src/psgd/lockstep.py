@@ -48,8 +48,8 @@ class Lockstep:
         # Fresh memory costs more than what is done in it, where that is little: then it is kept.
         self._kept = torch.empty(sum(self._sizes), dtype=self.dtype) if sum(self._sizes) <= SMALL else None
         self._views = [] if self._kept is None else self._parts(self._kept)
-        self._cuts: dict[Scope, Tensor] = {}
-        self._cuts = {} if self._kept is None else self.cut(self._kept)
+        cuts = () if self._kept is None else self._kept.split(self._lengths)
+        self._cuts = dict(zip(self.scopes, cuts, strict=False))
 
     def _parts(self, vector: Tensor) -> list[Tensor]:
         """Return the part of each parameter, in its shape."""
@@ -108,7 +108,7 @@ class Lockstep:
 
     def cut(self, vector: Tensor) -> dict[Scope, Tensor]:
         """Return the part of each scope."""
-        if vector is self._kept and self._cuts:
+        if vector is self._kept:
             return self._cuts
         parts = vector.split(self._lengths) if len(self.scopes) > 1 else (vector,)
         return dict(zip(self.scopes, parts, strict=True))

@@ -355,6 +355,7 @@ class PSGD(Optimizer):
     def _stepped_together(
         self, lockstep: Lockstep, due: bool, v: dict[Tensor, Tensor], h: dict[Tensor, Any] | None, out: Any
     ) -> bool:
+        """Make the step; nothing is written before it is known that all are alike, and finite."""
         given = () if h is None else (v, h)
         vectors = [lockstep.gradients(), *(lockstep.vector([t.get(p) for p in lockstep.params]) for t in given)]
         known = [t for t in vectors if t is not None]
