@@ -129,6 +129,11 @@ class Group(ABC):
         """Whether every Q in it is orthogonal, so that it leaves the singular values of a product alone."""
         return False
 
+    def in_pieces(self, q: Point, *vectors: Tensor) -> bool:
+        """Whether it goes through these in pieces that stay in the cache, which is quicker than if it were compiled."""
+        del q, vectors  # most do not
+        return False
+
     def check(self, n: int) -> None:
         """Raise a ValueError that says what fits, if this group has no n×n matrices."""
         del n  # most have them for every n

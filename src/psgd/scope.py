@@ -171,14 +171,14 @@ class Scope:
         if self._ready is None and (self.compiled or not self.fresh):
             self._ready = self.group.ready(self.point)
         point, self.fresh = self.point if self._ready is None else self._ready, False
-        if self.compiled:
+        if self.compiled and not self.group.in_pieces(point, x):
             return self.compiled((self.group, self.n, "precondition"), self.group.precondition, point, x)
         return self.group.precondition(point, x, out)
 
     def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """Return the point after a step on a pair."""
         move = fit(self.group)
-        if not self.compiled:
+        if not self.compiled or self.group.in_pieces(point, v, h):
             return move(point, v, h, lr=how.lr, coin=how.coin, rule=how.rule, out=how.out)
         lr = torch.as_tensor(how.lr, dtype=torch.promote_types(self.dtype, torch.float32), device=self.device)
         return self.compiled(

@@ -9,6 +9,7 @@ import torch
 from graphs import Graphs
 from torch import nn
 
+import psgd
 from psgd import PSGD, XMat, kron, lra, whiten
 
 
@@ -49,6 +50,25 @@ def test_the_same_steps_in_a_fixed_number_of_graphs(group):
     scopes = len(opt._scopes())
     moves = 2 if group == lra(2) else 1  # of U, or of V
     assert graphs.count == more.count == scopes * (moves + 1)
+
+
+@pytest.mark.parametrize(("group", "n", "expected"), [(lra(2), 140_000, 0), (lra(2), 1000, 2), (XMat(), 140_000, 2)])
+def test_what_is_quicker_in_pieces_is_not_compiled(group, n, expected):
+    def trained(compiled):
+        torch.manual_seed(0)
+        p, graphs = nn.Parameter(torch.zeros(n)), Graphs()
+        opt = PSGD([p], group, curvature=whiten, precond_prob=psgd.Regular(1e-9))
+        if compiled:
+            opt.compile(backend=graphs)
+        for _ in range(2):
+            p.grad = torch.randn(n)
+            opt.step()
+        return p.detach(), graphs.count
+
+    torch.compiler.reset()
+    (same, count), (eager, _) = trained(compiled=True), trained(compiled=False)
+    assert count == expected
+    torch.testing.assert_close(same, eager, rtol=1e-4, atol=1e-5)
 
 
 def test_many_shapes_are_all_compiled():

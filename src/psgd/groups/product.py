@@ -81,6 +81,9 @@ class Product(Composite):
         factor, p = next(iter(others or self.pairs(q)))
         return factor.singular_values(p, n)
 
+    def in_pieces(self, q: Point, *vectors: Tensor) -> bool:
+        return uvd.fits(self.parts, q, *vectors) and len(uvd.pieces(vectors[0])) > 1
+
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if uvd.fits(self.parts, q, v, h) or how.across is not ALONE:
             new = uvd.fitted(q, v, h, how._replace(lr=self.share(how.lr)))
