@@ -29,7 +29,7 @@ class Lockstep:
         self.scopes = list(scopes)
         self.params = [p for scope in scopes for p in scope.params]
         self.options = {p: pg for pg in param_groups for p in pg["params"]}
-        self.dtype, self._beta = scopes[0].dtype, param_groups[0]["momentum"]
+        self.dtype, self._beta, self._fresh = scopes[0].dtype, *_weights(param_groups[0])
         self._groups = [(pg, list(pg["params"])) for pg in param_groups]
         self._lengths, self._sizes = [scope.n for scope in scopes], [p.numel() for p in self.params]
         place = {p: i for i, p in enumerate(self.options)}
@@ -50,6 +50,7 @@ class Lockstep:
         self._views = [] if self._kept is None else self._parts(self._kept)
         cuts = () if self._kept is None else self._kept.split(self._lengths)
         self._cuts = dict(zip(self.scopes, cuts, strict=False))
+        self._ahead = torch.empty_like(self._kept) if self._kept is not None and self._fresh else None
 
     def _parts(self, vector: Tensor) -> list[Tensor]:
         """Return the part of each parameter, in its shape."""
@@ -61,13 +62,13 @@ class Lockstep:
         if torch.is_inference_mode_enabled() or not all(type(scope) is Scope and scope.free for scope in scopes):
             return None
         params, dtypes = [p for scope in scopes for p in scope.params], {scope.dtype for scope in scopes}
-        beta = param_groups[0]["momentum"]
+        beta, fresh = _weights(param_groups[0])
         fits = (
             dtypes < {torch.float32, torch.float64}
             and all(unit.plain for scope in scopes for unit in scope.units)
             and all(type(p) in (Tensor, Parameter) and {p.dtype} == dtypes for p in params)
             and all(scope.wide(p) == p.dtype for scope in scopes for p in scope.params)
-            and all(pg["momentum"] == beta for pg in param_groups)
+            and all(_weights(pg) == (beta, fresh) for pg in param_groups)
             and not (beta and any("momentum" not in state[p] for p in params))
             and {p for pg in param_groups for p in pg["params"]} == set(params)
             and len(set(params)) == len(params)
@@ -79,7 +80,7 @@ class Lockstep:
         if len(param_groups) != len(self._groups):
             return False
         for pg, (mine, params) in zip(param_groups, self._groups, strict=True):
-            same = pg is mine and len(pg["params"]) == len(params) and pg["momentum"] == self._beta
+            same = pg is mine and len(pg["params"]) == len(params) and _weights(pg) == (self._beta, self._fresh)
             if not same or not all(map(operator.is_, pg["params"], params)):
                 return False
         for p, found, q, step, m in self._held:
@@ -122,14 +123,19 @@ class Lockstep:
         return v
 
     def averages(self, g: Tensor) -> dict[Scope, Tensor] | None:
-        """m ← βm + (1−β)g, as a plain mean while that weighs g more; None while it weighs some more than others."""
+        """m ← βm + (1−β)g, as a plain mean while that weighs g more; return m + fresh·(g − m).
+
+        None while that weighs some parameters more than others.
+        """
         if not self._beta:
             return self.cut(g)
         weights = {max(1 / (1 + count), 1 - self._beta) for count in set(self._counters.tolist())}
         if len(weights) > 1:
             return None
         self._mean.lerp_(g, *weights)
-        return self._means
+        if not self._fresh:
+            return self._means
+        return self.cut(torch.lerp(self._mean, g, self._fresh, out=self._ahead))
 
     def count(self) -> None:
         """Count a step of every parameter."""
@@ -149,3 +155,7 @@ class Lockstep:
         steps = dict(zip(self.params, parts, strict=True))
         for pg, params in self._groups:
             yield pg, params, [steps[p] for p in params]
+
+
+def _weights(pg: ParamGroup) -> tuple[float, float]:
+    return pg["momentum"], pg["fresh"]

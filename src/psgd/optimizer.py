@@ -63,6 +63,8 @@ class PSGD(Optimizer):
             an equal "scope" if they name one, share one preconditioner), or a rule from a tensor's shape to its own.
         lr: step size, a number or a 0-d tensor.
         momentum: β of the averaged gradient m ← βm + (1−β)g, warmed up as a plain mean; 0 for none.
+        fresh: weight of the newest gradient beside the average: P is applied to m + fresh·(g − m). 0 is m alone, 1 − β
+            is Nesterov's momentum.
         weight_decay: decoupled decay, θ ← (1 − lr·λ)θ.
         l2: coupled penalty ½λ‖θ‖², which adds λθ to g and λv to h.
         precond_lr: μ, the relative size of a step of Q, 0 < μ < 1.
@@ -97,6 +99,7 @@ class PSGD(Optimizer):
         *,
         lr: float | Tensor = 0.01,
         momentum: float = 0.9,
+        fresh: float = 0.0,
         weight_decay: float = 0.0,
         l2: float = 0.0,
         precond_lr: float = 0.1,
@@ -124,6 +127,7 @@ class PSGD(Optimizer):
             group=lra(10) if group is None else group,
             lr=lr,
             momentum=momentum,
+            fresh=fresh,
             weight_decay=weight_decay,
             l2=l2,
             precond_lr=precond_lr,
@@ -196,7 +200,8 @@ class PSGD(Optimizer):
         """Compile how the preconditioner is fitted and applied, by `torch.compile(…, **options)`.
 
         Each of them is compiled once for each group of parameters, whatever lr does. Where no compiler works, one
-        warning says so, and all goes on without. A copy of the optimizer, or an unpickled one, is not compiled.
+        warning says so, and all goes on without. A copy of the optimizer, or an unpickled one, is not compiled. Nor is
+        `lra` of many parameters on a CPU: it goes through them in pieces, three times as fast.
         """
         from psgd.compiled import Compiled
 
@@ -283,6 +288,7 @@ class PSGD(Optimizer):
                 return
             update = Update(self.state, options, grads, ok, sure, late=shards is not ALONE and not sure)
             averaged = update.averages(scopes)
+            m = update.refreshed(averaged)
             fit: Fit = operator.attrgetter("fit" if h is not None else "whiten")
             if fitting and h is None:
                 wanted = [(s.group.noisy, p) for s in scopes if s.group.probing for p in s.params]
@@ -290,12 +296,12 @@ class PSGD(Optimizer):
                 late = [p for p in looked_at if p not in v]  # also gradients put on what does not require one
                 drawn = v | dict(zip(late, self._probes(late), strict=True))
                 v = {p: drawn[p] for p in looked_at}
-                h = averaged if self.param_groups[0]["curvature"] == whiten_momentum else grads
+                h = m if self.param_groups[0]["curvature"] == whiten_momentum else grads
             elif fitting and h is not None:
                 known = ((p, t) for p, t in h.items() if t is not None and p in grads and p in v)
                 h = {p: regularized(t, v[p], options[p]) for p, t in known}
                 v = {p: v[p] for p in h}
-            steps = self._stepped(update, scopes, averaged, (v, h, fit) if fitting and h is not None else None, shards)
+            steps = self._stepped(update, scopes, m, (v, h, fit) if fitting and h is not None else None, shards)
             if update.late:
                 if not shards.ok:
                     self._skip(everything[0], torch.zeros_like(ok), fitting)

@@ -88,6 +88,8 @@ def validate(options: ParamGroup) -> None:
             raise ValueError(f"PSGD needs {key} >= 0, got {options[key]}")
     if not 0 <= options["momentum"] < 1:
         raise ValueError(f"PSGD needs 0 <= momentum < 1, got {options['momentum']}")
+    if not 0 <= options["fresh"] <= 1:
+        raise ValueError(f"PSGD needs 0 <= fresh <= 1, got {options['fresh']}")
     if not 0 < options["precond_lr"] < 1:
         raise ValueError(f"PSGD needs 0 < precond_lr < 1, got {options['precond_lr']}")
     for key in ("max_rms", "max_norm", "max_value", "init_scale"):

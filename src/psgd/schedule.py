@@ -80,11 +80,14 @@ class Adaptive(Schedule):
 
     Good is a fit whose moves are noise: `significance` (see `psgd.trend`) below `noise`. Each update then makes the
     next pause longer by a quarter; a significant one halves it. What was measured is read on the host, once for each
-    update.
+    update. And no pause is longer than one step for each `warmup` steps so far: where Q follows so fast that its moves
+    are mostly noise, a drift does not show in them, and drifts are slower the longer the training.
 
     >>> schedule = Adaptive()
-    >>> schedule.pause(8, step=500, significance=1.0), schedule.pause(8, step=500, significance=5.0)
+    >>> schedule.pause(8, step=5000, significance=1.0), schedule.pause(8, step=5000, significance=5.0)
     (11, 4)
+    >>> schedule.pause(8, step=500, significance=1.0)
+    5
     """
 
     warmup: int = 100
@@ -103,7 +106,9 @@ class Adaptive(Schedule):
         """Return for how many steps to leave Q alone after an update at this step, given the pause before it."""
         if step < self.warmup:
             return 0
-        return min(self.longest, pause + 1 + pause // 4) if significance < self.noise else pause // 2
+        if significance >= self.noise:
+            return pause // 2
+        return min(self.longest, step // max(1, self.warmup), pause + 1 + pause // 4)
 
 
 @dataclass(frozen=True)

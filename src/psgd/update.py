@@ -130,6 +130,14 @@ class Update:
             torch._foreach_lerp_(means, news, weights)
         return found
 
+    def refreshed(self, averaged: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return m + fresh·(g − m), in new memory unless that is m."""
+        found = dict(averaged)
+        for p, m in averaged.items():
+            if self.options[p]["momentum"] and self.options[p]["fresh"]:
+                found[p] = torch.lerp(m, self.guarded(real(self.grads[p]).to(m.dtype), m), self.options[p]["fresh"])
+        return found
+
     def keep(self, averaged: dict[Tensor, Tensor]) -> None:
         """Write the averages, now that all is known to be finite."""
         for p, m in averaged.items():

@@ -49,7 +49,7 @@ def mixed(model, group, **options):
 WAYS = {
     "whitening": (plain, kron(), torch.float32, {"curvature": psgd.whiten}),
     "momentum": (plain, kron(), torch.float32, {"curvature": psgd.whiten_momentum}),
-    "momentum, exactly": (plain, kron(), torch.float64, {"curvature": psgd.whiten_momentum}),
+    "momentum, exactly": (plain, kron(), torch.float64, {"curvature": psgd.whiten_momentum, "fresh": 0.1}),
     "clipped": (plain, kron(), torch.float32, {"curvature": psgd.whiten, "max_norm": 0.5, "max_value": 0.1}),
     "no momentum": (plain, kron(), torch.float64, {"curvature": psgd.whiten, "momentum": 0.0, "init_scale": 0.5}),
     "triangular": (plain, kron(Triangular()), torch.float32, {"curvature": psgd.whiten}),

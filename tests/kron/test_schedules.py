@@ -50,6 +50,14 @@ def test_updates_are_skipped_while_the_fit_is_good_and_not_while_the_target_move
     assert updates([1.0] * 1000, longest=0) == 1000
 
 
+def test_no_pause_is_longer_than_one_step_for_each_of_the_warm_up_so_far():
+    schedule = Adaptive(warmup=20, longest=30)
+    found = {step: schedule.pause(25, step, significance=0.0) for step in (19, 20, 59, 100, 599, 600, 10000)}
+    assert found == {19: 0, 20: 1, 59: 2, 100: 5, 599: 29, 600: 30, 10000: 30}
+    assert schedule.pause(25, 100, significance=2.0) == 12
+    assert Adaptive(warmup=0).pause(7, 50, significance=0.0) == 9
+
+
 def test_a_trend_of_noise_is_about_one_and_of_a_steady_move_nineteen():
     trend, rng = Trend(torch.zeros(2, 5000)), torch.Generator().manual_seed(0)
     for _ in range(100):

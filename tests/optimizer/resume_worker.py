@@ -36,7 +36,7 @@ OPTIONS = {
     "xmat": {"group": XMat(), "curvature": hessian},
     "affine": {"group": affine, "curvature": hessian},
     "dense, paper's rule": {"group": Dense(), "curvature": hessian, "rule": Normalized(), "momentum": 0.0},
-    "kron": {"group": kron(), "curvature": whiten_momentum},
+    "kron": {"group": kron(), "curvature": whiten_momentum, "fresh": 0.1},
     "kron, products": {"group": kron(), "curvature": hessian},
     "band, constants inside": {"group": band(2), "curvature": whiten},
     "by chance": {"group": lra(2), "precond_prob": Bernoulli(0.5)},

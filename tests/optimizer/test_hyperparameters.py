@@ -223,6 +223,46 @@ def test_momentum_that_is_turned_on_late_starts_at_the_gradient():
     near(p.detach(), -20.0)
 
 
+@pytest.mark.parametrize("curvature", [psgd.whiten, psgd.whiten_momentum], ids=str)
+def test_fresh_weighs_the_newest_gradient_beside_the_average(curvature):
+    """P is applied to m + fresh·(g − m), and fitted to that or to g; m is as without it."""
+    p, shadow = torch.zeros(3, requires_grad=True), torch.zeros(3)
+    options = {"lr": 0.1, "max_rms": None, "precond_prob": 1.0, "init_scale": 1.0}
+    opt = PSGD([p], Diagonal(), momentum=0.8, fresh=0.3, curvature=curvature, **options)
+    alone = PSGD([shadow], Diagonal(), momentum=0.0, curvature=psgd.whiten, **options)
+    rng, m = torch.Generator().manual_seed(0), torch.zeros(3)
+    for t in range(12):
+        g = torch.randn(3, generator=rng)
+        m = torch.lerp(m, g, max(0.2, 1 / (1 + t)))
+        ahead = torch.lerp(m, g, 0.3)
+        p.grad = g.clone()
+        opt.step()
+        near(opt.state[p]["momentum"], m)
+        near(p.grad, g)
+        if curvature == psgd.whiten_momentum:  # then all is as if these were the gradients
+            shadow.grad = ahead
+            alone.step()
+            near(p.detach(), shadow)
+        else:
+            shadow.grad = g
+            alone.step()
+            q = alone.state[shadow]["q"]["d"]
+            near(opt.state[p]["q"]["d"], q)
+
+
+def test_nesterovs_momentum():
+    """Without preconditioner, SGD's with dampening, once the warm-up is over: θ ← θ − lr((1−β)g + βm)."""
+    p = torch.zeros(1, requires_grad=True)
+    opt = PSGD([p], Diagonal(), lr=1.0, momentum=0.5, fresh=0.5, precond_prob=0.0)
+    p.grad, (old, m) = torch.ones(1), (p.detach().clone(), torch.zeros(1))
+    for t in range(8):
+        p.grad = torch.tensor([float(t % 3)])
+        m = torch.lerp(m, p.grad, max(0.5, 1 / (1 + t)))
+        old = old - (0.5 * p.grad + 0.5 * m)
+        opt.step()
+        near(p.detach(), old)
+
+
 def test_without_momentum_no_state_is_spent_on_it():
     model = mlp()
     opt = PSGD(model.parameters(), Diagonal(), momentum=0.0)
@@ -449,6 +489,8 @@ def test_the_defaults_do_not_diverge_on_rosenbrock():
         ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
         ({"momentum": -0.1}, "0 <= momentum < 1"),
         ({"momentum": 1.0}, "0 <= momentum < 1"),
+        ({"fresh": -0.1}, "0 <= fresh <= 1"),
+        ({"fresh": 1.1}, "0 <= fresh <= 1"),
         ({"weight_decay": -1.0}, "weight_decay >= 0"),
         ({"l2": -1.0}, "l2 >= 0"),
         ({"precond_lr": 0.0}, "0 < precond_lr < 1"),

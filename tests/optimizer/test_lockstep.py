@@ -70,6 +70,9 @@ def test_it_makes_the_same_steps(monkeypatch, group, curvature, momentum):
         {"init_scale": 0.5},
         {"lr": torch.tensor(0.01)},
         {"rule": psgd.Normalized()},
+        {"fresh": 0.1},
+        {"fresh": 0.1, "curvature": whiten},
+        {"fresh": 0.1, "momentum": 0.0},
     ],
     ids=str,
 )
@@ -109,6 +112,7 @@ def test_what_is_out_of_the_ordinary_goes_one_by_one_and_comes_back(monkeypatch)
             first.grad = None if i in (5, 6, 7) else first.grad
             opt.param_groups[0]["l2"] = 0.1 * (15 <= i < 17)  # when the warm-up is over for all
             opt.param_groups[0]["momentum"] = 0.5 if i >= 18 else 0.9
+            opt.param_groups[0]["fresh"] = 0.5 if i >= 20 else 0.0
             opt.step()
             held.append((in_step(opt), int(opt.state[first]["step"])))
         return opt
