@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import json
 import math
@@ -13,7 +14,7 @@ from psgd.experiments.gpt import GPT
 from psgd.experiments.pool import Outcome, attempt
 from psgd.experiments.report.page import slug
 from psgd.experiments.shakespeare import TINY
-from psgd.experiments.shakespeare_tuned import ALONE, BUILDS, STARTS, Config
+from psgd.experiments.shakespeare_tuned import BUILDS, DEFAULTS, VARIANTS, Config, start
 from psgd.probes import generator
 
 NAME = "shakespeare-tuned"
@@ -46,7 +47,9 @@ def timeless(result):
     return [{key: value for key, value in r.items() if key != "seconds"} for r in result.records]
 
 
+TUNED = [name for name in BUILDS if name not in VARIANTS]
 each_method = pytest.mark.parametrize("name", BUILDS)
+each_tuned = pytest.mark.parametrize("name", TUNED)
 
 
 # --- what is run
@@ -56,13 +59,15 @@ each_method = pytest.mark.parametrize("name", BUILDS)
 def test_every_preset_has_every_method_as_shakespeare_has_it(preset):
     others = {c.method: c for c in shakespeare.cells(preset)}
     found = shakespeare_tuned.cells(preset)
-    assert [c.method for c in found] == list(BUILDS) == list(STARTS) == list(ALONE) and set(BUILDS) <= set(others)
-    for c in found:
+    assert [c.method for c in found] == list(BUILDS) and list(DEFAULTS) == TUNED
+    assert set(TUNED) <= set(others)
+    for c in (c for c in found if c.method not in VARIANTS):
         assert type(c) is Config
         assert {k: v for k, v in vars(c).items() if k not in FIELDS} == {
             k: v for k, v in vars(others[c.method]).items() if k != "lr"
         }
-    assert len(runner.grid(NAME, preset)) == len(BUILDS) * (1 if preset == "quick" else 3)
+    seeds = {"quick": len(BUILDS), "cpu": 3 * len(TUNED) + 5, "paper": 3 * len(BUILDS)}
+    assert len(runner.grid(NAME, preset)) == seeds[preset]
 
 
 def test_the_numbers_are_those_that_were_found_or_else_where_the_search_starts(monkeypatch, tmp_path):
@@ -70,49 +75,71 @@ def test_the_numbers_are_those_that_were_found_or_else_where_the_search_starts(m
     file.write_text(json.dumps({NAME: {"soap": {"lr": NUMBERS["lr"], "fields": NUMBERS}}}))
     monkeypatch.setattr(tune, "FILE", file)
     for c in shakespeare_tuned.cells("cpu"):
-        expected = NUMBERS if c.method == "soap" else STARTS[c.method]
+        of = "psgd-kron" if c.method in VARIANTS else c.method
+        expected = NUMBERS if c.method == "soap" else start(of)
         assert {field: getattr(c, field) for field in FIELDS} == expected
 
 
-@each_method
+@each_tuned
 def test_a_search_starts_within_its_ranges(name):
-    ranges, start = shakespeare_tuned.ranges(name), shakespeare_tuned.start(name)
-    assert tuple(ranges) == tuple(start) == FIELDS
-    assert all(low <= start[field] <= high for field, (low, high) in ranges.items())
+    ranges, first = shakespeare_tuned.ranges(name), start(name)
+    assert tuple(ranges) == tuple(first) == FIELDS
+    assert all(low <= first[field] <= high for field, (low, high) in ranges.items())
     assert {"memory": ranges["memory"], "decay": ranges["decay"]} == {"memory": (5.0, 40.0), "decay": (1e-3, 0.3)}
-    assert ranges["lr"] == pytest.approx((start["lr"] / 3, start["lr"] * 3))
+    assert ranges["lr"] == pytest.approx((first["lr"] / 3, first["lr"] * 3))
 
 
-@pytest.mark.parametrize("name", [m for m in BUILDS if m != "psgd-kron"])
+@each_tuned
 def test_a_search_starts_where_that_of_the_rate_alone_ended(name):
     entry = tune.read(tune.FILE)["shakespeare"][name]
-    assert STARTS[name]["lr"] == pytest.approx(entry["lr"], rel=1e-3) and entry["trials"] == 6
-    assert ALONE[name] == (pytest.approx(entry["score"], abs=1e-3),)
+    assert start(name)["lr"] == entry["lr"] and entry["trials"] == 6
 
 
-@each_method
+@each_tuned
 def test_a_search_starts_with_the_packages_defaults(name):
-    """As `shakespeare` builds them, but for ours, and for a decay of 0, which has no logarithm."""
-    start = STARTS[name]
-    built = tiny(name, **start).stepper(network(), 0).optimizer.param_groups
-    if name == "psgd-kron":
-        usual = psgd.PSGD(network().parameters(), psgd.kron(), lr=start["lr"], curvature=psgd.whiten_momentum)
-        defaults, new = usual.param_groups, {"params", "param_names", "precond_prob", "weight_decay"}
-    else:
-        defaults = shakespeare.BUILDS[name](network(), start["lr"]).optimizer.param_groups
-        new = {"params", "beta", "weight_decay"}
+    """As `shakespeare` builds them, but for a decay of 0, which has no logarithm."""
+    first = start(name)
+    built = tiny(name, **first).stepper(network(), 0).optimizer.param_groups
+    defaults = shakespeare.BUILDS[name](network(), first["lr"]).optimizer.param_groups
     for ours, theirs in zip(built, defaults, strict=True):
-        for key in (ours.keys() | theirs.keys()) - new:
+        for key in (ours.keys() | theirs.keys()) - {"params", "beta", "weight_decay"}:
             assert ours[key] == (
                 pytest.approx(theirs[key]) if key in ("betas", "precond_lr", "momentum") else theirs[key]
             )
         assert ours["weight_decay"] == max(theirs["weight_decay"], 1e-3)
 
 
-@each_method
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_has_the_numbers_of_what_it_varies_and_some_of_its_seeds(name):
+    variant, usual = (next(c for c in shakespeare_tuned.cells("cpu") if c.method == m) for m in (name, "psgd-kron"))
+    assert all(getattr(variant, field) == getattr(usual, field) for field in FIELDS)
+    assert shakespeare_tuned.seeds_for(usual, "cpu") == range(3) == shakespeare_tuned.seeds_for(variant, "paper")
+    assert shakespeare_tuned.seeds_for(variant, "cpu") == range(3 if name == "psgd-kron-short" else 1)
+    with pytest.raises(ValueError, match=f"one of adamw, .*, got '{name}'"):
+        shakespeare_tuned.ranges(name)
+    assert not tune.can(shakespeare_tuned, name)
+
+
+@each_tuned
 def test_trials_are_short_and_never_see_the_validation_text(name):
     assert shakespeare_tuned.tuning(name) == Config(name, iterations=200, warmup=50, every=200, held=0.1)
     assert tune.can(shakespeare_tuned, name) and tune.spans(shakespeare_tuned, name) == shakespeare_tuned.ranges(name)
+
+
+@each_tuned
+def test_the_last_trials_are_as_long_as_runs_and_never_see_the_validation_text(name):
+    fields = {"lr": 0.004, "memory": 8.0, "decay": 0.03, "second": 5.0}
+    (cell,) = (config for config in shakespeare_tuned.cells("cpu") if config.method == name)
+
+    def rates(*scores):
+        tried = []
+        while (config := shakespeare_tuned.further(name, fields, scores[: len(tried)])) is not None:
+            tried.append(config.lr)
+            assert config == dataclasses.replace(cell, **fields | {"lr": config.lr}, held=0.1)
+        return tried
+
+    assert rates(2.0, 1.9) == [0.004, 0.002] == rates(math.inf, 1.9)
+    assert rates(2.0, 2.1, 1.8) == [0.004, 0.002, 0.008] == rates(2.0, math.inf, math.inf) == rates(2.0, 2.0, 3.0)
 
 
 # --- what is built
@@ -143,11 +170,25 @@ def test_the_factors_of_heavyball():
     assert options["precond_lr"] == pytest.approx(0.2)
 
 
-def test_the_factors_of_ours():
-    (options,) = groups("psgd-kron")
+@pytest.mark.parametrize("name", [name for name in BUILDS if name.startswith("psgd")])
+def test_the_numbers_of_ours(name):
+    (options,) = groups(name)
     assert options["lr"] == 0.004 and options["momentum"] == pytest.approx(0.875) and options["weight_decay"] == 0.03
-    assert options["precond_lr"] == pytest.approx(0.2) and options["precond_prob"] == psgd.Decaying()
-    assert options["curvature"] == psgd.whiten_momentum and options["group"] == psgd.kron() and options["seed"] == 7
+    assert options["precond_lr"] == pytest.approx(0.2) and options["seed"] == 7
+    usual = psgd.like_adamw()
+    schedules = {
+        "psgd-kron": usual["precond_prob"],
+        "psgd-kron-every": 1.0,
+        "psgd-kron-adaptive": psgd.Adaptive(),
+        "psgd-kron-short": usual["precond_prob"],
+        "psgd-kron-newton": psgd.Decaying(50, 0.05),
+    }
+    curvatures = {"psgd-kron-newton": psgd.hessian, "psgd-lra": psgd.whiten, "psgd-xmat": psgd.whiten}
+    assert options["precond_prob"] == schedules.get(name, psgd.Regular(0.1, warmup=100))
+    assert options["curvature"] == curvatures.get(name, psgd.whiten_momentum)
+    rules = {"psgd-lra": psgd.lra(10), "psgd-xmat": psgd.XMat(), "psgd-kron-short": psgd.kron(max_skew=1.0)}
+    assert options["group"] == rules.get(name, psgd.kron())
+    assert options["fresh"] == (usual["fresh"] if name.startswith("psgd-kron") else 0.0)
 
 
 @each_method
@@ -166,7 +207,7 @@ def test_every_number_counts(name):
 
 @each_method
 def test_a_run_is_finite_and_repeats_itself(name):
-    config = tiny(name, **STARTS[name])
+    config = tiny(name, **start("psgd-kron" if name in VARIANTS else name))
     result = finished(shakespeare_tuned, config)
     assert [r["step"] for r in result.records] == [10, 20, 30] and result.last("gradients") == 30
     assert all(math.isfinite(r[key]) for r in result.records for key in ("train_loss", "validation_loss"))
@@ -212,14 +253,17 @@ def entry(name, trials):
     ranges = shakespeare_tuned.ranges(name)
     fields = {field: math.sqrt(low * high) for field, (low, high) in ranges.items()}
     several = {"fields": fields, "ranges": {field: list(ends) for field, ends in ranges.items()}}
-    return {"lr": fields["lr"], "score": 2.25, "trials": trials, "diverged": 0, "range": list(ranges["lr"]), **several}
+    long = {1: 2.5, 0.5: None, 2: 3.5}
+    again = [{**fields, "lr": fields["lr"] * times, "score": score} for times, score in long.items()]
+    found = {"lr": fields["lr"], "score": 2.25, "trials": trials, "diverged": 0, "range": list(ranges["lr"])}
+    return {**found, **several, "again": again}
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Return where numbers, and runs of them, are that were made up."""
     directory = tmp_path_factory.mktemp("alike")
-    known = {m: entry(m, 6 if m == "psgd-kron" else 12) for m in BUILDS}
+    known = {m: entry(m, 12) for m in TUNED}
     known["soap"]["fields"]["memory"] = 39.0
     (directory / "tuned.json").write_text(json.dumps({**tune.read(tune.FILE), NAME: known}))
     for name in BUILDS:
@@ -230,44 +274,36 @@ def directory(tmp_path_factory):
     return directory
 
 
-def made(directory, change=lambda entries: None, alike="run"):
+def made(directory, change=lambda entries: None):
     """Return the page, with some of the numbers changed."""
     known = json.loads((directory / "tuned.json").read_text())
     change(known[NAME])
     module = script()
     module.read = lambda path: known
-    return module.page(directory / alike)
+    return module.page(directory / "run")
 
 
-def test_the_page_leads_with_what_is_tuned_alike(directory):
-    before, page = made(directory, alike="nowhere"), made(directory)
-    assert "All tuned alike" not in before and "18 trials" not in before
+def test_the_page_says_what_ran_and_how_it_was_tuned(directory):
+    page = made(directory)
     headings = [line for line in page.splitlines() if line.startswith("#")]
     assert headings == [
         "# A character GPT: who reaches AdamW's loss first?",
-        "## All tuned alike",
-        "### What it says",
-        "### The four numbers",
-        "## More methods, rates alone tuned",
-        "### What it says",
-        "### What decides it",
-        "### The rates",
+        "## What it says",
+        "## The four numbers",
     ]
-    first, second = page.split("## More methods")
     for said in (
         "Everyone has 18 trials",
+        "6 of the rate alone",
         "and 12 of four numbers",
-        "two searches of six of the rate alone",
-        "and 6 of all four",
+        "in 26 runs on held-out",
     ):
-        assert said in first.replace("\n", " ")
-    assert "Near an end of their ranges: `memory` of `soap`." in first and "- `adamw` ends at" in first
-    assert "| soap | 0.02386 | 39 | 0.01732 | 31.62 | 5 … 200 | 2.25 | 2.118 | 6 + 12 | 0 |" in first
-    assert "| psgd-kron | 0.002029 | 14.14 | 0.01732 | 4.69 | 1.1 … 20 | 2.25 | 2.42 | 12 + 6 | 0 |" in first
-    assert "(../results/shakespeare-tuned)" in first
-    assert "chosen in 26 single runs" in second and "which no other method had" in second.replace("\n", " ")
-    said = before.split("-->")[1].strip().replace("\n## ", "\n### ")
-    assert second.endswith(said + "\n")
+        assert said in page.replace("\n", " ")
+    assert "Near an end of their ranges: `memory` of `soap`." in page and "- `adamw` ends at" in page
+    score = tune.read(tune.FILE)["shakespeare"]["soap"]["score"]
+    short = f"| soap | 0.02386 | 39 | 0.01732 | 31.62 | 5 … 200 | 2.25 | {score:.4g} |"
+    assert f"{short} 2.5 | diverged | 3.5 | 0 |" in page
+    assert "(../results/shakespeare-tuned)" in page
+    assert all(f"| {name} |" in page for name in BUILDS)
 
 
 def test_the_page_shows_the_plots_that_there_are(tmp_path):
@@ -276,6 +312,10 @@ def test_the_page_shows_the_plots_that_there_are(tmp_path):
     assert module.pictures() == ""
     (tmp_path / picture).touch()
     assert module.pictures() == f"![Validation loss by time](../results/plots/{picture})\n\n"
+
+
+def test_the_page_has_room_for_long_trials_that_were_not_needed():
+    assert script().long([{"score": 2.0}, {"score": 1.5}]) == (2.0, 1.5, "")
 
 
 def test_plots_have_the_names_that_the_page_looks_for(directory):
@@ -291,5 +331,5 @@ def test_runs_at_other_numbers_make_no_page(directory):
 
 
 def test_a_budget_that_is_not_the_same_for_all_makes_no_page(directory):
-    with pytest.raises(ValueError, match="the same number of trials for all, got 18, 24"):
-        made(directory, lambda entries: entries["psgd-kron"].update(trials=12))
+    with pytest.raises(ValueError, match="the same number of trials for all, got 6, 12"):
+        made(directory, lambda entries: entries["psgd-kron"].update(trials=6))

@@ -1,6 +1,8 @@
+import dataclasses
 import json
 import math
 import multiprocessing
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,16 @@ class Here:
             yield Outcome(key, *attempt(function, task))
 
 
+def trial(fields, seed=3):
+    return tune.result(tiny, dataclasses.replace(tiny.tuning("sgd"), **fields), seed)
+
+
 def test_a_search_finds_a_good_rate_and_is_a_function_of_its_seed():
     found = tune.study(NAME, "sgd", 12, seed=3)
     assert found == tune.study(NAME, "sgd", 12, seed=3)
     assert found["lr"] != tune.study(NAME, "sgd", 12, seed=4)["lr"]
     assert 1e-4 <= found["lr"] <= 1.0 and found["range"] == [1e-4, 1.0] and found["trials"] == 12
-    assert found["score"] == tiny.score(tune.result(tiny, "sgd", {"lr": found["lr"]}, 3))
+    assert found["score"] == tiny.score(trial({"lr": found["lr"]}))
     assert found["command"] == f"psgd tune {NAME} sgd --trials 12 --seed 3"
     assert {"psgd", "torch", "optuna"} <= set(found["versions"])
 
@@ -46,9 +52,9 @@ def together(monkeypatch):
     tried = []
     honest = tune.result
 
-    def result(experiment, method, fields, seed):
-        tried.append(fields)
-        return honest(experiment, method, fields, seed)
+    def result(experiment, config, seed):
+        tried.append({field: getattr(config, field) for field in RANGES})
+        return honest(experiment, config, seed)
 
     monkeypatch.setattr(tiny, "ranges", lambda method: RANGES, raising=False)
     monkeypatch.setattr(tiny, "start", lambda method: START, raising=False)
@@ -62,7 +68,7 @@ def test_several_fields_are_found_together_from_a_start_on(together):
     for fields in (*together, found["fields"]):
         assert list(fields) == list(RANGES)
         assert all(low <= fields[field] <= high for field, (low, high) in RANGES.items())
-    scores = [tiny.score(tune.result(tiny, "sgd", fields, 3)) for fields in together[:8]]
+    scores = [tiny.score(trial(fields)) for fields in together[:8]]
     assert found["score"] == min(scores) and found["fields"] == together[scores.index(min(scores))]
     assert found["lr"] == found["fields"]["lr"] and found["range"] == [0.01, 0.5]
     assert found["ranges"] == {"lr": [0.01, 0.5], "clip": [1.0, 100.0]}
@@ -76,6 +82,38 @@ def test_a_search_of_several_fields_is_a_function_of_its_seed(together):
 
 def test_one_trial_of_several_fields_is_the_start(together):
     assert tune.study(NAME, "sgd", 1, seed=0)["fields"] == START == together[0]
+
+
+def test_what_was_found_is_tried_again_at_the_end_and_the_best_of_that_is_kept(together, monkeypatch):
+    searched = tune.study(NAME, "sgd", 4, seed=3)["fields"]
+    together.clear()
+    rates = (searched["lr"], searched["lr"] / 50, searched["lr"] / 20)
+
+    def further(method, fields, scores):
+        assert method == "sgd" and fields == searched and len(scores) <= 3
+        at = searched | {"lr": rates[len(scores)]} if len(scores) < 3 else None
+        return at and dataclasses.replace(tiny.tuning(method), steps=9, **at)
+
+    monkeypatch.setattr(tiny, "further", further, raising=False)
+    found = tune.study(NAME, "sgd", 4, seed=3)
+    again = [searched | {"lr": lr} for lr in rates]
+    assert together[4:] == again
+    scores = [tiny.score(trial({"steps": 9, **fields})) for fields in again]
+    assert found["again"] == [{**fields, "score": score} for fields, score in zip(again, scores, strict=True)]
+    assert found["fields"] == again[scores.index(min(scores))] and found["lr"] == found["fields"]["lr"]
+
+
+def test_of_what_is_tried_again_the_best_counts_and_what_diverges_does_not():
+    rates = (1.0, 2.0, 3.0, 4.0)
+    scores = dict(zip(rates, (math.inf, 0.5, 0.25, 0.25), strict=True))
+
+    def further(before):
+        assert before == [scores[lr] for lr in rates[: len(before)]]
+        return types.SimpleNamespace(lr=rates[len(before)]) if len(before) < len(rates) else None
+
+    best, kept = tune.tried_again(further, ["lr"], lambda config: scores[config.lr])
+    assert best == {"lr": 3.0}
+    assert kept == {"again": [{"lr": lr, "score": None if lr == 1.0 else scores[lr]} for lr in rates]}
 
 
 def test_fields_are_kept_and_can_be_looked_up(together, monkeypatch, tmp_path):

@@ -4,18 +4,13 @@ Not of the paper. Four layers of width 128 with four heads, batches of 16 pieces
 (800 on a CPU). The rate of every method rises over 100 iterations and falls to a tenth along a cosine; its peak is
 tuned, with as many trials for everyone, in 200 iterations on all but the last tenth of the training text, which judges
 them. The reported losses are of the validation text: 320 pieces (160 on a CPU), always the same ones, every 50
-iterations. Seconds are
-the CPU's, of one thread that trains (on a GPU, those of the clock), so that what else the machine does counts little.
-All else are the packages' own defaults, but for the rate of Muon's AdamW, which moves
-embeddings and gains: a tenth of Muon's was better in trials than the package's ratio, and than one rate for both with
-the adjustment of Moonlight; and but for how often and how far `psgd-kron…` moves its factors, chosen in 26 single
-runs of 300 iterations on the same held-out training text, which no other method had.
+iterations. Seconds are the CPU's, of one thread that trains (on a GPU, those of the clock), so that what else the
+machine does counts little. All else are the packages' own defaults (of ours, those of `psgd.like_adamw`), but for the
+rate of Muon's AdamW, which moves embeddings and gains: a tenth of Muon's was better in trials than the package's ratio,
+and than one rate for both with the adjustment of Moonlight. `shakespeare-tuned` goes on from here, and tunes more.
 
-`psgd-kron` whitens the momentum, `psgd-kron-gradient`, `psgd-lra` and `psgd-xmat` whiten the gradient, and
-`psgd-kron-newton` takes exact Hessian products, for which attention has to be computed without torch's fused kernels.
-`psgd-kron` updates its factors ever less often; at the same rate, `psgd-kron-every` does so in every iteration, and
-`psgd-kron-adaptive` pauses while the fit is good. `psgd-kron-short` has a matrix along the shorter axis alone (128 of
-512×128) and a diagonal along the other. These, and `psgd-kron-gradient`, have one seed on a CPU.
+`psgd-kron` whitens the momentum, `psgd-lra` and `psgd-xmat` whiten the gradient, and `psgd-kron-newton` takes exact
+Hessian products, for which attention has to be computed without torch's fused kernels.
 
 A first reference point (one seed, 1,500 iterations, one thread): AdamW at a rate of 0.003 ends at 1.712. The authors'
 KronWhiten that whitens the momentum, at 0.001, passes that at about iteration 760, stands at 1.59 at 1,250, and takes
@@ -68,34 +63,19 @@ def preconditioned(group: Callable[[], Any], **options: Any) -> Build:
     return build
 
 
-OFTEN: dict[str, Any] = {"momentum": 0.9, "precond_lr": 0.9, "precond_prob": psgd.Decaying(start=100, floor=0.05)}
-"""How Kronecker factors are updated: in the first 100 iterations, and then ever less often."""
-
-
-def kron(rule: Callable[[], Any] = psgd.kron, **options: Any) -> Build:
-    """Return a builder of PSGD that whitens the momentum of each tensor."""
-    return preconditioned(rule, **OFTEN | {"curvature": psgd.whiten_momentum} | options)
-
-
-SELDOM = OFTEN | {"precond_prob": psgd.Decaying(start=50, floor=0.05)}
-"""The same, half as often: a Hessian product takes about three gradients."""
-
-VARIANTS: dict[str, Build] = {
-    "psgd-kron-every": kron(precond_prob=1.0),
-    "psgd-kron-adaptive": kron(precond_prob=psgd.Adaptive()),
-    "psgd-kron-short": kron(lambda: psgd.kron(max_skew=1.0)),
-}
-"""Other ways to fit `psgd-kron`, at its rate."""
+KRON: dict[str, Any] = {key: value for key, value in psgd.like_adamw().items() if key not in ("lr", "weight_decay")}
+"""The options of Kronecker factors that whiten the momentum."""
 
 BUILDS: dict[str, Build] = {
     "adamw": method("adamw").build,
     "muon": functools.partial(muon, rest_lr=0.1),
     "soap": method("soap").build,
     "heavyball-kron": method("heavyball-kron").build,
-    "psgd-kron": kron(),
-    **VARIANTS,
-    "psgd-kron-gradient": kron(curvature=psgd.whiten),
-    "psgd-kron-newton": preconditioned(psgd.kron, curvature=psgd.hessian, **SELDOM),
+    "psgd-kron": preconditioned(psgd.kron, **KRON),
+    # half as often: a Hessian product takes about three gradients
+    "psgd-kron-newton": preconditioned(
+        psgd.kron, **KRON | {"curvature": psgd.hessian, "precond_prob": psgd.Decaying(start=50, floor=0.05)}
+    ),
     "psgd-lra": preconditioned(lambda: psgd.lra(10), momentum=0.9, curvature=psgd.whiten),
     "psgd-xmat": preconditioned(psgd.XMat, momentum=0.9, curvature=psgd.whiten),
 }
@@ -106,15 +86,14 @@ CENTRES = {
     "soap": 3e-3,
     "heavyball-kron": 1e-3,
     "psgd-kron": 1e-3,
-    "psgd-kron-gradient": 3e-3,
     "psgd-kron-newton": 1e-1,
     "psgd-lra": 3e-3,
     "psgd-xmat": 3e-3,
 }
 """Where to look for rates: up to ten times less and more, for everyone. These are the packages' defaults; for AdamW and
 psgd-kron the rates of the reference point; for what whitens the gradient AdamW's, as `psgd.like_adamw` has it; for
-Newton that of our documentation. Of SOAP and psgd-kron-gradient the best of six is near the upper end; six more trials
-around 0.01 of each, up to 0.08, found nothing better."""
+Newton that of our documentation. Of SOAP the best of six is near the upper end; six more trials around 0.01, up to
+0.08, found nothing better."""
 
 
 @dataclass(frozen=True)
@@ -162,21 +141,13 @@ def seeds(preset: Preset) -> range:
     return range(1 if preset == "quick" else 3)
 
 
-def seeds_for(config: Config, preset: Preset) -> range:
-    """Return one on a CPU for what is there to be compared with `psgd-kron` alone."""
-    return range(1) if preset == "cpu" and config.method in {*VARIANTS, "psgd-kron-gradient"} else seeds(preset)
-
-
 def learning_rate(method: str) -> float:
     """Return a tuned one, or the middle of where to look for it."""
-    method = "psgd-kron" if method in VARIANTS else method
     return tuned("shakespeare", method) or math.sqrt(math.prod(lrs(method)))
 
 
 def lrs(method: str) -> tuple[float, float]:
     """Return where to look."""
-    if method in VARIANTS:
-        raise ValueError(f"a rate is tuned for one of {', '.join(CENTRES)}, got {method!r}, which has psgd-kron's")
     return CENTRES[method] / 10, CENTRES[method] * 10
 
 
@@ -451,21 +422,30 @@ def remarks(results: Sequence[Result]) -> str:
 
 
 def variants(found: dict[str, list[Result]]) -> list[str]:
-    """Compare schedules with an update in every iteration, and matrices along both axes with those along one."""
-    every = curve(found["psgd-kron-every"]).losses[-1:] if "psgd-kron-every" in found else []
+    """Compare schedules with an update in every iteration, and matrices along one axis with those along both.
+
+    These are methods of `shakespeare-tuned`.
+    """
     said = []
-    for name in ("psgd-kron", "psgd-kron-adaptive") if every else ():
-        last = curve(found[name]).losses[-1:] if name in found else []
-        if last:
-            share = found[name][0].last("updates") / found["psgd-kron-every"][0].last("updates")
-            worse = f"{abs(last[0] - every[0]):.3f} {'above' if last[0] > every[0] else 'below'}"
-            said.append(f"- With {share:.0%} of the updates, `{name}` ends {worse} `psgd-kron-every`.")
-    both, short = (
-        [r.last("validation_loss") for r in found.get(m, []) if not r.seed and r.series("validation_loss")]
-        for m in ("psgd-kron", "psgd-kron-short")
-    )
-    if both and short:
-        said.append(
-            f"- With a matrix along the shorter axis alone seed 0 ends at {short[0]:.3f}, along both at {both[0]:.3f}."
-        )
+    for name in ("psgd-kron", "psgd-kron-adaptive"):
+        if pairs := same_seeds(found, name, "psgd-kron-every"):
+            share = pairs[0][0].last("updates") / pairs[0][1].last("updates")
+            said.append(f"- With {share:.0%} of the updates, `{name}` ends {difference(pairs)} `psgd-kron-every`.")
+    if pairs := same_seeds(found, "psgd-kron-short", "psgd-kron"):
+        said.append(f"- `psgd-kron-short`, with matrices along one axis, ends {difference(pairs)} `psgd-kron`.")
     return said
+
+
+def same_seeds(found: dict[str, list[Result]], one: str, other: str) -> list[tuple[Result, Result]]:
+    """Return runs of two methods that have the same seeds, and ended with numbers."""
+    first, second = (
+        {r.seed: r for r in found.get(m, []) if r.records[-1]["validation_loss"] is not None} for m in (one, other)
+    )
+    return [(first[seed], second[seed]) for seed in first if seed in second]
+
+
+def difference(pairs: Sequence[tuple[Result, Result]]) -> str:
+    """Say by how much the last losses of runs differ from others' on the same seeds."""
+    mean = statistics.fmean(a.last("validation_loss") - b.last("validation_loss") for a, b in pairs)
+    seeds = "on one seed" if len(pairs) == 1 else f"on average over {len(pairs)} seeds"
+    return f"{abs(mean):.3f} {'above' if mean > 0 else 'below'}, {seeds},"

@@ -2,8 +2,9 @@
 
 The search is log-uniform over the method's range, or the experiment's own if it has a function `lrs(method)`. One with
 functions `ranges(method)` and `start(method)` has several fields of its config tuned together, from a first trial on.
-What a search minimizes is the experiment's `score`, of validation data. It is a function of (experiment, method,
-trials, seed).
+One with a function `further(method, fields, scores)` has what was found by short trials tried again: it returns the
+next config to try, given the scores of those before, or None. What a search minimizes is the experiment's `score`, of
+validation data. It is a function of (experiment, method, trials, seed).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +118,18 @@ def study(name: str, method: str, trials: int, seed: int) -> dict[str, Any]:
 
     def objective(trial: Any) -> float:
         fields = {field: trial.suggest_float(field, *ends, log=True) for field, ends in ranges.items()}
+        return score(dataclasses.replace(experiment.tuning(method), **fields))
+
+    def score(config: Any) -> float:
         try:
-            score = float(experiment.score(result(experiment, method, fields, seed)))
+            found = float(experiment.score(result(experiment, config, seed)))
         except Exception:  # some optimizers raise when their numbers are no longer finite
             diverged.append(traceback.format_exc())
             return math.inf
-        if not math.isfinite(score):
-            diverged.append(f"{fields}: score {score}")
+        if not math.isfinite(found):
+            diverged.append(f"{config}: score {found}")
             return math.inf
-        return score
+        return found
 
     search = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
     if hasattr(experiment, "start"):
@@ -133,19 +137,38 @@ def study(name: str, method: str, trials: int, seed: int) -> dict[str, Any]:
     search.optimize(objective, n_trials=trials)
     if not math.isfinite(search.best_value):
         raise ValueError(f"no trial of {method} ended with a finite score; the last one: {diverged[-1]}")
+    best: dict[str, float] = search.best_params
+    again: dict[str, Any] = {}
+    if hasattr(experiment, "further"):
+        best, again = tried_again(functools.partial(experiment.further, method, best), list(ranges), score)
     searched = {field: list(ends) for field, ends in ranges.items()}
-    several = {"fields": search.best_params, "ranges": searched} if len(ranges) > 1 else {}
+    several = {"fields": best, "ranges": searched} if len(ranges) > 1 else {}
     return {
-        "lr": search.best_params["lr"],
+        "lr": best["lr"],
         "score": search.best_value,
         "trials": trials,
         "diverged": len(diverged),
         "range": searched["lr"],
         **several,
+        **again,
         "seed": seed,
         "command": f"psgd tune {name} {method} --trials {trials} --seed {seed}",
         "versions": {k: v for k, v in versions().items() if k in ("psgd", "python", "torch", "optuna", source(method))},
     }
+
+
+def tried_again(
+    further: Callable[[Sequence[float]], Any], fields: Sequence[str], score: Callable[[Any], float]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Try configs until there is none, and return the fields of the best, the first of equals, and what is kept."""
+    configs: list[Any] = []
+    scores: list[float] = []
+    while (config := further(scores)) is not None:
+        configs.append(config)
+        scores.append(score(config))
+    tried = [{field: getattr(config, field) for field in fields} for config in configs]
+    kept = [{**each, "score": s if math.isfinite(s) else None} for each, s in zip(tried, scores, strict=True)]
+    return tried[scores.index(min(scores))], {"again": kept}
 
 
 def source(method: str) -> str:
@@ -156,9 +179,8 @@ def source(method: str) -> str:
         return "psgd"
 
 
-def result(experiment: Any, method: str, fields: dict[str, float], seed: int) -> Result:
+def result(experiment: Any, config: Any, seed: int) -> Result:
     """Run one trial, here and now."""
-    config = dataclasses.replace(experiment.tuning(method), **fields)
     torch.manual_seed(seed)
     start, cpu = time.perf_counter(), time.process_time()
     records = [store.strict({"step": r.step, **r.values}) for r in experiment.run(config, seed)]
