@@ -82,3 +82,10 @@ def test_what_is_made_under_a_mode_stays_there():
     leaf = a.clone().requires_grad_()
     spectral_norm(leaf).backward()
     assert leaf.grad is not None and bool(leaf.grad.any())
+
+
+@pytest.mark.parametrize("n", [1, 8, 31, 32, 33, 200])
+def test_a_flat_spectrum_has_powers_in_float32(n):
+    turn, _ = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(0)))
+    for a in (torch.eye(n), -torch.eye(n), turn):  # which is normal, too
+        torch.testing.assert_close(spectral_norm(a), torch.tensor(1.0), rtol=1e-3, atol=0)
