@@ -1,5 +1,7 @@
 """The optimizers that are compared: ours, torch's, and those of packages, all with their own default options.
 
+Those of psgd-torch keep no average of gradients and bound no step: ours that do not, either, stand beside them.
+
 Each is told before a step whether to update its preconditioner on it, so that "one step in ten" means the same for all,
 whatever schedule it has of its own. Packages are imported when an optimizer is built: one that is absent, or fails,
 is a contestant with an error.
@@ -184,7 +186,11 @@ class Contestant:
 # --- ours
 
 
-def ours(group: Any, curvature: Any, *, compiled: bool = False) -> Callable[[nn.Module], Runner]:
+BARE: dict[str, Any] = {"momentum": 0.0, "max_rms": None}
+"""What psgd-torch does by default: no average of gradients, and no bound of a step."""
+
+
+def ours(group: Any, curvature: Any, *, compiled: bool = False, **options: Any) -> Callable[[nn.Module], Runner]:
     """Return a builder of PSGD.
 
     With `Regular(0.1)` one step in ten would be due; here the turn says which, as for all others.
@@ -192,12 +198,12 @@ def ours(group: Any, curvature: Any, *, compiled: bool = False) -> Callable[[nn.
     schedules = {True: psgd.Regular(1.0), False: psgd.Regular(1 / NEVER)}
 
     def due(optimizer: psgd.PSGD, updating: bool) -> None:
-        for options in optimizer.param_groups:
-            options["precond_prob"] = schedules[updating]
+        for pg in optimizer.param_groups:
+            pg["precond_prob"] = schedules[updating]
 
     def build(model: nn.Module) -> Runner:
         optimizer = psgd.PSGD(
-            model.parameters(), group, lr=LR, curvature=curvature, precond_prob=schedules[True], model=model
+            model.parameters(), group, lr=LR, curvature=curvature, precond_prob=schedules[True], model=model, **options
         )
         if compiled:
             optimizer.compile()  # type: ignore[attr-defined]
@@ -223,12 +229,15 @@ def our_contestants() -> list[Contestant]:
             ("whitening", whiten),
         ):
             newton = source != "whitening"
-            families = (f"{family} {'Newton' if newton else 'whitening'}",)
+            fitted = f"{family} {'Newton' if newton else 'whitening'}"
             for compiled in (False, True) if hasattr(psgd.PSGD, "compile") else (False,):
                 label = f"psgd {name}, {source}" + ", compiled" * compiled
                 build = ours(group, curvature, compiled=compiled)
                 twice = source == "hessian"
-                found.append(Contestant(label, build, families, twice=twice, given=not newton, compiles=compiled))
+                found.append(Contestant(label, build, (fitted,), twice=twice, given=not newton, compiles=compiled))
+            if source != "hessian":
+                bare = ours(group, curvature, **BARE)
+                found.append(Contestant(f"psgd {name}, {source}, bare", bare, (f"{fitted}, bare",), given=not newton))
     return found
 
 
@@ -364,7 +373,7 @@ PEERS = [
         Contestant(
             f"psgd-torch {name}, {how}",
             of_psgd_torch(kind, how, **options),
-            (f"{family} {how}",),
+            (f"{family} {how}, bare",),
             twice=how == "Newton",
             given=False,
         )

@@ -178,6 +178,16 @@ def test_steps_on_given_gradients_move_the_parameters_and_spoil_nobody_elses(nam
     assert all(p.isfinite().all() and p.abs().max() > 0 for p in model)
 
 
+def test_peers_that_keep_no_average_are_held_against_ours_that_keep_none():
+    theirs = {f for name, c in ALL.items() if name.startswith("psgd-torch") for f in c.families}
+    bare = {name: c for name, c in ALL.items() if c.ours and theirs & {*c.families}}
+    assert theirs == {f for c in bare.values() for f in c.families}
+    for c in bare.values():
+        optimizer = built(c, nn.Linear(4, 6)).optimizer
+        assert not optimizer.param_groups[0]["momentum"] and optimizer.param_groups[0]["max_rms"] is None
+        assert c.name.removesuffix(", bare") in ALL
+
+
 def test_a_turn_updates_always_or_never():
     calls: list[bool] = []
 
