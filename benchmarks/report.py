@@ -92,8 +92,8 @@ def rival_lines(found: Sequence[Measurement]) -> list[str]:
         "## Against the peers",
         "",
         "The best of ours that fits the same, eager or compiled, by any source of Hessian products. Above 1, ours is"
-        " better. All have their own default options; those of psgd-torch keep no average of gradients and bound no step,"
-        " and are held against ours that do neither (bare).",
+        " better. All have their own default options; those of psgd-torch keep no average of gradients and bound no"
+        " step, and are held against ours that do neither (bare).",
         "",
         *grid(["where", "peer", "ours", "peer / ours", "ahead"]),
     ]
