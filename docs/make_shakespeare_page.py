@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from psgd.experiments import shakespeare, shakespeare_tuned, store
+from psgd.experiments.experiment import Result
 from psgd.experiments.report.looks import number
 from psgd.experiments.tune import FILE, near_ends, read
 
@@ -39,6 +40,18 @@ Defaults have a history that is not counted. Those of `like_adamw` were chosen f
 quickly factors follow, and along which axes, in 26 runs on held-out training text of this task, the weight of the
 newest gradient in eight on characters of WikiText-2. Muon's AdamW starts at a tenth of Muon's rate, which was better in
 trials here than its package's ratio.
+
+"""
+
+SECONDS = """
+## Where the seconds go
+
+`{ours}` reaches AdamW's loss in {iterations:,} iterations and {seconds:.0f} s, `{quickest}` in {their_iterations:,} and
+{their_seconds:.0f} s. Beside an iteration of `adamw`, one of `{quickest}` takes {their_more:.0f} ms more, on average.
+Of `{ours}`, an update of all factors takes {update:.0f} ms, by the difference to `{every}`, and there are {updates} of
+them until then: {spent:.0f} s; all else, P m and P itself after an update, takes {rest:.0f} ms of an iteration more
+than `adamw` does. Both are matrix products for the most part, whatever the batch: an iteration of `adamw`, with the
+gradient of {tokens:,} characters, takes {adamw:.0f} ms.
 
 """
 
@@ -102,6 +115,7 @@ def page(directory: Path = RUN) -> str:
         + "\n## What it says\n\n"
         + shakespeare_tuned.remarks(run.results)
         + "\n"
+        + costs(run.results)
         + NUMBERS.format(memory=memory, decay=decay, ends=ends(entries))
         + markdown((*columns, "diverged"), rows)
         + tail(run)
@@ -121,6 +135,41 @@ def numbers(run: store.Run) -> dict[str, dict[str, Any]]:
     if len(trials := sorted({entry["trials"] for entry in found.values()})) > 1:
         raise ValueError(f"there is the same number of trials for all, got {', '.join(map(str, trials))}")
     return found
+
+
+def costs(results: Sequence[Result], ours: str = "psgd-kron", every: str = "psgd-kron-every") -> str:
+    """Say what our seconds are spent on, where another method needs fewer."""
+    found = shakespeare.by_method(results)
+    reached = shakespeare.arrivals(found)
+    others = {name: arrival for name, arrival in reached.items() if not name.startswith("psgd")}
+    quickest = min(others, key=lambda name: others[name][1])
+    if ours not in reached or reached[ours][1] <= others[quickest][1]:
+        return ""
+    (one, other), config = shakespeare.same_seeds(found, ours, every)[0], found[ours][0].config
+    more, updates = (other.last(key) - one.last(key) for key in ("seconds", "updates"))
+    if not updates:  # so short is the run
+        return ""
+    (iterations, seconds), update = reached[ours], more / updates
+    made = next(r["updates"] for r in one.records if r["step"] == iterations)
+    plain, theirs = (
+        curve.seconds[-1] / curve.steps[-1] for curve in map(shakespeare.curve, (found["adamw"], found[quickest]))
+    )
+    return SECONDS.format(
+        ours=ours,
+        every=every,
+        quickest=quickest,
+        iterations=iterations,
+        seconds=seconds,
+        their_iterations=others[quickest][0],
+        their_seconds=others[quickest][1],
+        their_more=1000 * (theirs - plain),
+        update=1000 * update,
+        updates=made,
+        spent=update * made,
+        rest=1000 * ((seconds - update * made) / iterations - plain),
+        tokens=config.batch * config.block,
+        adamw=1000 * plain,
+    )
 
 
 def pictures() -> str:

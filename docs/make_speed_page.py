@@ -95,8 +95,15 @@ def why(v: Verdict, found: list[Measurement]) -> str:
     assert v.measured is not None and v.measured.value is not None
     value, cells = v.measured.value, {(m.table, m.row, m.column): m.value for m in found}
     said = f"{v.bar.table}, {v.bar.row}, {v.bar.column}: {report.number(value)}, at most {v.bar.at_most:g}. "
-    if v.bar.table == SIZE and "lra" in v.bar.row and v.bar.column == "fit":
+    if v.bar.table == SIZE and "lra" not in v.bar.row:
+        return said + f"Its traffic would take {v.bar.floor}."
+    if v.bar.table == SIZE:
         table = next(m.table for m in found if m.row == roofline.PRODUCTS)
+        narrow = [m.value or 0 for m in found if m.table == table and m.row.startswith(("Vᵀx", "x + Uy"))]
+        if v.bar.column == "precondition":
+            return said + (
+                f"Its matrix products alone, two by rows and two by columns, take {report.number(2 * sum(narrow))}."
+            )
         products, traffic = (cells[table, row, "cost"] for row in (roofline.PRODUCTS, roofline.TRAFFIC))
         gram = next(m.value for m in found if m.table == table and m.row.startswith("VᵀU"))
         return said + (
@@ -104,7 +111,7 @@ def why(v: Verdict, found: list[Measurement]) -> str:
             f"take {report.number(2 * (gram or 0))}: too narrow for the BLAS to be fast; its traffic would take "
             f"{report.number(traffic or 0)}."
         )
-    if "kron" in v.bar.row and v.bar.table == title(GPT_):
+    if "kron," in v.bar.row and v.bar.table == title(GPT_):
         ours, theirs = operations()
         said += (
             f"P m, by two matrices for each tensor, takes {ours / 1e9:.2f} billion operations in every iteration, the "

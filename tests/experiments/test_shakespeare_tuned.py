@@ -10,6 +10,7 @@ from laboratory import finished, resumed, shown, smaller
 
 import psgd
 from psgd.experiments import runner, shakespeare, shakespeare_tuned, store, tune
+from psgd.experiments.experiment import Result
 from psgd.experiments.gpt import GPT
 from psgd.experiments.pool import Outcome, attempt
 from psgd.experiments.report.page import slug
@@ -304,6 +305,25 @@ def test_the_page_says_what_ran_and_how_it_was_tuned(directory):
     assert f"{short} 2.5 | diverged | 3.5 | 0 |" in page
     assert "(../results/shakespeare-tuned)" in page
     assert all(f"| {name} |" in page for name in BUILDS)
+
+
+def made_up(method, seconds, updates=(0, 0)):
+    """Return a run of 200 iterations that reaches a loss of 2 after 100 of them; AdamW's after all."""
+    losses = (3.0, 2.0) if method == "adamw" else (2.0, 1.5)
+    rows = zip((100, 200), losses, seconds, updates, strict=True)
+    records = [{"step": a, "validation_loss": b, "seconds": c, "updates": d} for a, b, c, d in rows]
+    return Result(tiny(method, iterations=200), 0, records, 1.0, 1.0)
+
+
+def test_the_page_says_where_our_seconds_go():
+    others = [made_up("adamw", (10.0, 20.0)), made_up("muon", (12.0, 24.0))]
+    ours = [made_up("psgd-kron", (17.0, 29.0), (50, 60)), made_up("psgd-kron-every", (20.0, 36.0), (100, 200))]
+    said = " ".join(script().costs([*others, *ours]).split())
+    assert "`psgd-kron` reaches AdamW's loss in 100 iterations and 17 s, `muon` in 100 and 12 s" in said
+    assert "one of `muon` takes 20 ms more" in said
+    assert "takes 50 ms, by the difference to `psgd-kron-every`, and there are 50 of them until then: 2 s" in said
+    assert "takes 45 ms of an iteration more than `adamw` does" in said  # (17 − 2.5)/100 − 0.1
+    assert script().costs([others[0], made_up("muon", (18.0, 30.0)), *ours]) == ""
 
 
 def test_the_page_shows_the_plots_that_there_are(tmp_path):
