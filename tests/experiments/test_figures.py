@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import demo
@@ -10,7 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
-from psgd.experiments.report import figures
+from psgd.experiments.report import figures, interactive
 from psgd.experiments.report.looks import COLOURS, DASHES, drawable, looks
 from psgd.experiments.show import Contours, HeatMap, Line, Plot, Points
 
@@ -50,6 +51,14 @@ def test_bands_dashes_and_log_axes() -> None:
     assert len(ax.collections) == 1
     assert ax.lines[0].get_linestyle() == "-" and ax.lines[1].get_linestyle() == "--"
     assert math.isnan(ax.lines[0].get_ydata()[1])  # zero has no place on a log axis
+
+
+@pytest.mark.parametrize("y_log", [False, True])
+def test_a_picture_ends_where_it_is_said_to(y_log: bool) -> None:
+    plot = Plot("T", "x", "y", [Line("a", [0, 1], [1.0, 2.0], [1.0, 2.0], [900.0, 2.0])], y_log=y_log, y_max=3.0)
+    assert figures.draw(plot).axes[0].get_ylim()[1] == 3.0
+    assert interactive.axes(plot).y_range.end == 3.0
+    assert figures.draw(replace(plot, y_max=None)).axes[0].get_ylim()[1] > 900
 
 
 def test_the_numbers_of_a_heat_map_are_in_its_cells() -> None:

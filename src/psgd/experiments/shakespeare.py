@@ -385,9 +385,10 @@ def plots(results: Sequence[Result]) -> list[Plot]:
             by_seconds.append(dataclasses.replace(line, x=mean.seconds))
     if not by_step:
         return []
+    top = 1.05 * max(max(line.y) for line in by_step)  # whatever becomes of single seeds
     return [
-        Plot(f"{TITLE}: by iteration", "iteration", "validation loss", by_step, y_log=True),
-        Plot(f"{TITLE}: by time", "seconds of training", "validation loss", by_seconds, y_log=True),
+        Plot(f"{TITLE}: by iteration", "iteration", "validation loss", by_step, y_log=True, y_max=top),
+        Plot(f"{TITLE}: by time", "seconds of training", "validation loss", by_seconds, y_log=True, y_max=top),
     ]
 
 
@@ -406,7 +407,8 @@ def remarks(results: Sequence[Result]) -> str:
     for name in (name for name in found if name.startswith("psgd")):
         if name not in reached:
             last = curve(found[name]).losses[-1:]
-            ending = f"it ends {last[0] - loss:.3f} above it" if last else "its seeds diverged"
+            ends = ", ".join(f"{r.last('validation_loss'):.3f}" for r in found[name] if r.series("validation_loss"))
+            ending = f"it ends {last[0] - loss:.3f} above it, its seeds at {ends}" if last else "its seeds diverged"
             said.append(f"- `{name}` never reaches that: {ending}, and misses the aim.")
             continue
         step, seconds = reached[name]

@@ -96,6 +96,8 @@ class Plot:
     marks: Sequence[Line | Points | HeatMap | Contours]
     x_log: bool = False
     y_log: bool = False
+    y_max: float | None = None
+    """Where the picture ends; what is above it leaves it."""
     note: str = field(default="")
 
 

@@ -45,6 +45,8 @@ def draw(plot: Plot, looks: Mapping[str, Look] | None = None) -> Figure:
                 draw_points(ax, plot, mark, looks[mark.name])
         if not heat:
             ax.set(xscale="log" if plot.x_log else "linear", yscale="log" if plot.y_log else "linear")
+            if plot.y_max is not None:
+                ax.set_ylim(top=plot.y_max)
             for axis, log in ((ax.xaxis, plot.x_log), (ax.yaxis, plot.y_log)):
                 if log:
                     label_short(axis)

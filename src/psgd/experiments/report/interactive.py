@@ -98,6 +98,8 @@ def axes(plot: Plot) -> Any:
         axis.axis_label_text_color, axis.major_label_text_color = INK, SOFT
         axis.axis_line_color = axis.major_tick_line_color = None if heat else SOFT
         axis.minor_tick_line_color = None
+    if plot.y_max is not None:
+        fig.y_range.end = plot.y_max
     if heat:
         fig.xaxis[0].major_label_orientation = 0.6
         fig.xaxis[0].major_label_text_color = fig.yaxis[0].major_label_text_color = INK

@@ -1,4 +1,4 @@
-"""How a name looks, the same in all pictures of a page: colours that everybody can tell apart, then dashes."""
+"""How a name looks, the same in all pictures of a chapter: colours that everybody can tell apart, then dashes."""
 
 from __future__ import annotations
 

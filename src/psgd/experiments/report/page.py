@@ -85,10 +85,10 @@ def distinct(chapters: Sequence[Chapter], directories: Sequence[str | Path]) -> 
 
 def save_plots(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
     """Draw the plots into files, named after the experiments and the plots."""
-    known = looks(plot for c in chapters for plot in c.plots)
     saved: list[Path] = []
     times: Counter[str] = Counter()
     for c in chapters:
+        known = looks(c.plots)
         for plot in filter(drawable, c.plots):
             name = slug(f"{c.run.name} {plot.title}")
             times[name] += 1
@@ -102,7 +102,6 @@ def save_plots(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
 
 def page(chapters: Sequence[Chapter]) -> str:
     """Return the whole page."""
-    known = looks(plot for c in chapters for plot in c.plots)
     title = chapters[0].title if len(chapters) == 1 else "The paper, rerun"
     scripts = [interactive.library(), text("page.js")]
     # Scripts run only if their sum is here, and nothing may be loaded: what data smuggles in stays text.
@@ -127,7 +126,7 @@ def page(chapters: Sequence[Chapter]) -> str:
 </header>
 {contents(chapters)}
 <main>
-{"".join(section(c, known, alone=len(chapters) == 1) for c in chapters)}</main>
+{"".join(section(c, alone=len(chapters) == 1) for c in chapters)}</main>
 <script>{scripts[0]}</script>
 <script>{scripts[1]}</script>
 </body>
@@ -149,13 +148,14 @@ def contents(chapters: Sequence[Chapter]) -> str:
     return f'<nav aria-label="Contents">\n<ul>\n{"".join(items)}\n</ul>\n</nav>'
 
 
-def section(c: Chapter, known: Mapping[str, Look], *, alone: bool) -> str:
+def section(c: Chapter, *, alone: bool) -> str:
     """Return one run."""
     title = "" if alone else f"<h2>{escape(c.title)}</h2>\n"
     parts = [fragments.markdown(c.about), f'<p class="facts">{facts(c.run)}</p>', *map(warning, troubles(c))]
     if c.remarks.strip():
         parts.append(f'<div class="remarks">\n{fragments.markdown(c.remarks)}</div>')
     parts += [fragments.table(t, heading="h3", id_=f"{c.id}-table-{i}") for i, t in enumerate(c.tables)]
+    known = looks(c.plots)
     parts += [picture(plot, known, f"{c.id}-plot-{i}") for i, plot in enumerate(c.plots)]
     if c.run.results:
         parts.append(fragments.table(costs(c.run.results), heading="h3", id_=f"{c.id}-cost"))
