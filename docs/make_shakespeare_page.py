@@ -50,9 +50,8 @@ SECONDS = """
 {their_seconds:.0f} s. Beside an iteration of `adamw`, one of `{quickest}` takes {their_more:.0f} ms more, on average.
 Of `{ours}`, an update of all factors takes {update:.0f} ms, by the difference to `{every}`, and there are {updates} of
 them until then: {spent:.0f} s; all else, P m and P itself after an update, takes {rest:.0f} ms of an iteration more
-than `adamw` does. Both are matrix products for the most part, whatever the batch: an iteration of `adamw`, with the
-gradient of {tokens:,} characters, takes {adamw:.0f} ms.
-
+than `adamw` does. Neither depends on the batch; an iteration of `adamw`, with the gradient of {tokens:,} characters,
+takes {adamw:.0f} ms.
 """
 
 NUMBERS = """
