@@ -17,8 +17,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 import report  # noqa: E402
 import roofline  # noqa: E402
 from bars import SIZE, Verdict, rivalries, verdicts  # noqa: E402
-from iterations import title  # noqa: E402
+from iterations import columns, title  # noqa: E402
 from measurement import Measurement  # noqa: E402
+from peers import RANK  # noqa: E402
 from workloads import GPT_  # noqa: E402
 
 import psgd  # noqa: E402
@@ -51,7 +52,9 @@ PEERS = """
 ## Against the peers
 
 In {ahead} of {total} cells that both have, the best of ours that fits the same is ahead of the peer (psgd-torch,
-HeavyBall, kron-torch, and pytorch_optimizer's Kron and SOAP), and equal in {equal}. Behind it is here:
+HeavyBall, kron-torch, and pytorch_optimizer's Kron and SOAP), and equal in {equal}. Those of psgd-torch keep no average
+of gradients and bound no step; ours that do neither (bare) are held against them, though all of ours look whether
+gradients are finite before anything moves. Behind a peer is ours here:
 
 """
 
@@ -118,6 +121,8 @@ def why(v: Verdict, found: list[Measurement]) -> str:
             f"gradient about {theirs / 1e9:.1f} (six for each weight and character): {ours / theirs:.0%} more at equal "
             f"speed, with so small a batch. "
         )
+    if "lra" in v.bar.row and v.bar.table == title(GPT_):
+        said += reads(v.bar.table, cells)
     source = next((s for s in ("hessian", "finite difference") if s in v.bar.row), None)
     floor = cells.get((v.bar.table, f"floor: the pair alone, {source}", v.bar.column))
     other = cells.get((v.bar.table, f"floor: the pair alone, {source}, forward over reverse", v.bar.column))
@@ -131,6 +136,16 @@ def why(v: Verdict, found: list[Measurement]) -> str:
     plain = cells.get((v.bar.table, "torch AdamW, fused", v.bar.column))
     beside = "" if plain is None else f" torch's fused AdamW is at {report.number(plain)}."
     return said + f"There is no pair to take: this is the optimizer's own part.{beside}"
+
+
+def reads(table: str, cells: dict[tuple[str, str, str], Any]) -> str:
+    """Say what P m by `lra` has to read."""
+    n, always = sum(p.numel() for p in GPT_.network().parameters()), columns(10)[1]
+    update = (cells[table, f"psgd lra({RANK}), whitening", always] or 0) - 1
+    return (
+        f"P m reads V, U, and V again, {3 * 4 * RANK * n / 1e6:.0f} MB: as much as {3 * RANK / 2:.0f} copies of the "
+        f"parameters, however fast the products are. An update is {report.number(update)} iterations by itself. "
+    )
 
 
 def operations() -> tuple[int, int]:
