@@ -263,9 +263,9 @@ def test_the_first_to_reach_adamws_loss():
     short = [result("psgd-kron-short", [1.7, loss], seed=s) for s, loss in enumerate((1.65, 1.75, None))]
     elsewhere = [result("psgd-kron", [1.7, 9.0, loss], seed=s) for s, loss in ((1, 1.8), (2, 1.8))]
     said = shakespeare.remarks([*results, every, adaptive, *short, *elsewhere])
-    assert "axis, ends 0.050 above, on average over 2 seeds, `psgd-kron`" in said
-    assert "With 10% of the updates, `psgd-kron` ends 0.050 below, on one seed, `psgd-kron-every`" in said
-    assert "With 20% of the updates, `psgd-kron-adaptive` ends 0.010 above, on one seed," in said
+    assert "axis, ends 0.050 above `psgd-kron`, on average over 2 seeds" in said
+    assert "With 10% of the updates, `psgd-kron` ends 0.050 below `psgd-kron-every`, on one seed" in said
+    assert "With 20% of the updates, `psgd-kron-adaptive` ends 0.010 above `psgd-kron-every`, on one seed" in said
     by_step, by_seconds = shakespeare.plots(results)
     assert by_step.marks[0].x == [500, 1000, 1500] and by_seconds.marks[0].x == pytest.approx([50, 100, 150])
     assert list(by_step.marks[0].low) == [3.0, 2.0, 1.6] and by_seconds.marks[0].low == by_step.marks[0].low

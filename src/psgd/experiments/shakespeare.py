@@ -432,9 +432,9 @@ def variants(found: dict[str, list[Result]]) -> list[str]:
     for name in ("psgd-kron", "psgd-kron-adaptive"):
         if pairs := same_seeds(found, name, "psgd-kron-every"):
             share = pairs[0][0].last("updates") / pairs[0][1].last("updates")
-            said.append(f"- With {share:.0%} of the updates, `{name}` ends {difference(pairs)} `psgd-kron-every`.")
+            said.append(f"- With {share:.0%} of the updates, `{name}` ends {difference(pairs)}.")
     if pairs := same_seeds(found, "psgd-kron-short", "psgd-kron"):
-        said.append(f"- `psgd-kron-short`, with matrices along one axis, ends {difference(pairs)} `psgd-kron`.")
+        said.append(f"- `psgd-kron-short`, with matrices along one axis, ends {difference(pairs)}.")
     return said
 
 
@@ -450,4 +450,4 @@ def difference(pairs: Sequence[tuple[Result, Result]]) -> str:
     """Say by how much the last losses of runs differ from others' on the same seeds."""
     mean = statistics.fmean(a.last("validation_loss") - b.last("validation_loss") for a, b in pairs)
     seeds = "on one seed" if len(pairs) == 1 else f"on average over {len(pairs)} seeds"
-    return f"{abs(mean):.3f} {'above' if mean > 0 else 'below'}, {seeds},"
+    return f"{abs(mean):.3f} {'above' if mean > 0 else 'below'} `{pairs[0][1].config.method}`, {seeds}"
