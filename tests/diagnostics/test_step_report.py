@@ -152,6 +152,15 @@ def test_without_gradients_their_cosine_is_not_known():
     assert math.isfinite(report["step_norm"])
 
 
+def test_without_gradients_and_momentum_nothing_is_known_of_the_step():
+    _, opt = trained(XMat(), momentum=0.0, max_rms=None, max_norm=1.0)
+    expected = opt.diagnostics()
+    opt.zero_grad()
+    report = opt.diagnostics()
+    assert math.isnan(report["cosine"]) and math.isnan(report["step_norm"])
+    assert report["log_det_q"] == expected["log_det_q"]
+
+
 def test_whitening():
     model = network()
     opt = PSGD(model.parameters(), lra(2), curvature=whiten)

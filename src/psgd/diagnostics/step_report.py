@@ -37,10 +37,10 @@ def step_report(opt: PSGD, tol: float = 1e-2) -> Report:
 
     g, pg = _through(scopes, options, gradient)
     _, d = _through(scopes, options, averaged)
-    free = [t.clone() for t in d]
-    clip(scopes, d, lead)
     looks: dict[int, float] = opt._runtime.setdefault("looks", {})  # by iteration: two looks at one step are one
     if d:
+        free = [t.clone() for t in d]
+        clip(scopes, d, lead)
         bounded = [not torch.equal(t, old) for t, old in zip(d, free, strict=True)]
         looks[lead["iteration"]] = sum(bounded) / len(bounded)
     return {
