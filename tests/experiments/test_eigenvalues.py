@@ -1,6 +1,6 @@
 import pytest
 import torch
-from laboratory import finished, resumed, shown, smaller
+from laboratory import checkpoints, finished, gone_on, shown, smaller
 
 from psgd.experiments import eigenvalues, mnist
 from psgd.experiments.classification import task
@@ -28,11 +28,13 @@ def test_looking_changes_nothing():
     assert {k: looked[0][k] for k in plain} == plain
 
 
-def test_resuming_goes_on_after_the_last_checkpoint():
+def test_resuming_between_looks_changes_nothing(monkeypatch):
+    monkeypatch.setattr(eigenvalues, "LOOKS", 2)
     config = smaller(eigenvalues.cells("quick")[1], examples=320)
     whole = finished(eigenvalues, config).records
-    at = next(i for i, v in enumerate(whole) if "train_loss" in v) + 1
-    assert resumed(eigenvalues, config, after=at).records == whole
+    assert [v["step"] for v in whole] == [2, 4, 5, 7, 9, 10]
+    found = [gone_on(eigenvalues, config, *at).records for at in checkpoints(eigenvalues, config)]
+    assert len(found) == 2 * (5 + 1) and all(records == whole for records in found)
 
 
 def test_the_extremes_are_those_of_the_matrix():

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from laboratory import finished, resumed, shown, smaller
+from laboratory import checkpoints, finished, gone_on, shown, smaller
 
 from psgd.experiments import flat_minima
-from psgd.experiments.classification import task
+from psgd.experiments.classification import Examples, task
 from psgd.experiments.experiment import Result
 from psgd.experiments.models import LeNet5
 from psgd.probes import generator
@@ -28,6 +28,12 @@ def test_pairs_are_shown(results):
     assert len(flat_minima.tables(results[1:])[1].rows) == 0  # no pairs without PSGD
 
 
+def log_det_q(model: LeNet5, train: Examples, fits: int, seed: int) -> float:
+    fitter = flat_minima.still(model, seed)
+    assert [*flat_minima.fit(fitter, model, train, flat_minima.Config(fits=fits), seed)][-1] == fits
+    return fitter.optimizer.diagnostics()["log_det_q"]
+
+
 def test_a_pair_is_of_one_seed():
     def end(method: str, seed: int, x: float) -> Result:
         values = {"test_error": x, "cross_entropy": x, "half_log_det_h": x}
@@ -40,8 +46,7 @@ def test_a_pair_is_of_one_seed():
 def test_measuring_moves_nothing_and_is_a_function_of_the_seed():
     model, train = LeNet5(generator(0)), task("digits", examples=256).train
     before = [p.detach().clone() for p in model.parameters()]
-    config = flat_minima.Config(fits=5)
-    found = [flat_minima.log_det_q(model, train, config, seed) for seed in (0, 0, 1)]
+    found = [log_det_q(model, train, 5, seed) for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -53,16 +58,16 @@ def test_a_flatter_function_has_a_smaller_half_log_det():
     with torch.no_grad():
         for p in flat.parameters():
             p.mul_(0.5)
-    config = flat_minima.Config(fits=30)
-    assert flat_minima.log_det_q(flat, train, config, 0) > flat_minima.log_det_q(sharp, train, config, 0)
+    assert log_det_q(flat, train, 30, 0) > log_det_q(sharp, train, 30, 0)
 
 
-def test_resuming_measures_the_same(results):
-    config = smaller(flat_minima.cells("quick")[0], epochs=2)
+@pytest.mark.parametrize("method", ["psgd-lra", "asam"])
+def test_resuming_anywhere_in_an_epoch_or_the_fit_changes_nothing(method):
+    config = smaller(flat_minima.cells("quick")[0], method=method, examples=128, epochs=2)
     whole = finished(flat_minima, config).records
     assert len(whole) == 3
-    for after in (1, 2):
-        assert resumed(flat_minima, config, after=after).records == whole
+    found = [gone_on(flat_minima, config, *at).records for at in checkpoints(flat_minima, config)]
+    assert len(found) == 2 * (2 + 1) + 5 and all(records == whole for records in found)
 
 
 def test_only_asam_is_tuned():

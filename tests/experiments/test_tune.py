@@ -10,7 +10,7 @@ import pytest
 from experiments import tiny
 from frame import NAME
 
-from psgd.experiments import tune
+from psgd.experiments import tune, xor
 from psgd.experiments.pool import Outcome, attempt
 
 
@@ -40,6 +40,11 @@ def test_an_experiment_may_have_ranges_of_its_own(monkeypatch):
     monkeypatch.setattr(tiny, "lrs", lambda method: (0.2, 0.3), raising=False)
     found = tune.study(NAME, "sgd", 3, seed=0)
     assert 0.2 <= found["lr"] <= 0.3 and found["range"] == [0.2, 0.3]
+
+
+def test_a_trial_has_the_records_that_a_run_keeps():
+    found = tune.result(xor, xor.Config(length=4, iterations=3, hidden=5, batch=8), 0)
+    assert [r["step"] for r in found.records] == [3]  # and not the places for checkpoints
 
 
 RANGES = {"lr": (0.01, 0.5), "clip": (1.0, 100.0)}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 
 import pytest
-import torch
+from laboratory import checkpoints, finished, gone_on
 
 from psgd.experiments import xor, xor_lstm, xor_rank
 from psgd.experiments.experiment import Result, load, names
@@ -19,8 +18,7 @@ EXPERIMENTS = [pytest.param(m, id=m.__name__.rpartition(".")[2]) for m in (xor, 
 
 
 def result(config, seed=0):
-    records = [{"step": r.step, **r.values} for r in run(config, seed)]
-    return Result(config, seed, records, 1.0, 1.0)
+    return finished(xor, config, seed)
 
 
 def made(losses, *, ended=False, **fields):
@@ -77,14 +75,10 @@ def test_every_method_trains_both_networks(method, net):
 def test_a_resumed_run_goes_on_as_if_never_interrupted(method, monkeypatch):
     monkeypatch.setattr(xor, "EVERY", 2)
     config = dataclasses.replace(SMALL, method=method)
-    whole = list(run(config, 3))
-    assert [r.step for r in whole] == [2, 4, 6]
-    first = next(iter(run(config, 3)))
-    saved = io.BytesIO()
-    torch.save(first.state(), saved)
-    saved.seek(0)
-    rest = list(run(config, 3, torch.load(saved, weights_only=True)))
-    assert [(r.step, r.values) for r in rest] == [(r.step, r.values) for r in whole[1:]]
+    whole = result(config, 3).records
+    assert [r["step"] for r in whole] == [2, 4, 6]
+    found = [gone_on(xor, config, *at, seed=3).records for at in checkpoints(xor, config, 3)]
+    assert len(found) == 6 and all(records == whole for records in found)
 
 
 def test_success_ends_a_run_and_resuming_it_adds_nothing(monkeypatch):

@@ -60,8 +60,9 @@ def run_cell(directory: str, name: str, values: dict[str, Any], seed: int, inter
             set_random_state(saved["random"])
         last = time.monotonic()
         for record in experiment.run(config, seed, saved["state"]):
-            file.write(store.dumps({"step": record.step, **record.values}))
-            file.flush()  # for those who watch
+            if record.values:
+                file.write(store.dumps({"step": record.step, **record.values}))
+                file.flush()  # for those who watch
             if record.state is not None and time.monotonic() - last >= interval:
                 save(record.state())
                 last = time.monotonic()

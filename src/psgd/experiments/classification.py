@@ -103,7 +103,7 @@ def train(
 ) -> Iterator[Record]:
     """Train, and yield after each epoch its mean loss and the error (%) on what is held out.
 
-    Training that diverged ends, with an error of 100 %.
+    Training that diverged ends, with an error of 100 %. A checkpoint may be saved after every step.
 
     Args:
         rates: options of the optimizer that are set before each epoch, by name.
@@ -113,19 +113,20 @@ def train(
         every: and within it, after every so many steps; 0 for never.
     """
     start = 0
+    losses: list[Tensor] = []
     if state is not None:
         restore(state, model, stepper)
-        start = state["epoch"]
+        start, losses = state["epoch"], state["losses"]
     for epoch in range(start, epochs):
         for options in stepper.optimizer.param_groups:
             options.update({name: rate.at(epoch, epochs) for name, rate in rates.items()})
         order = batches(task.train.count, batch, seed, epoch)
-        losses = []
-        for i, chosen in enumerate(order):
-            these = task.train[chosen]
+        for i in range(len(losses), len(order)):
+            these = task.train[order[i]]
             losses.append(stepper.step(Loss(model, inputs(these.inputs, epoch, i), these.targets, F.cross_entropy)))
-            if every and (i + 1) % every == 0 and i + 1 < len(order):
-                yield Record(epoch * len(order) + i + 1, look())
+            seen = look() if every and (i + 1) % every == 0 and i + 1 < len(order) else {}
+            saved = functools.partial(snapshot, model, stepper, epoch=epoch, losses=losses)
+            yield Record(epoch * len(order) + i + 1, seen, saved)
         mean = float(torch.stack(losses).mean())
         loss, error = evaluate(model, task.held_out)
         finite = math.isfinite(mean) and math.isfinite(loss)
@@ -137,7 +138,9 @@ def train(
             **evaluations(stepper),
             **look(),
         }
-        yield Record((epoch + 1) * len(order), values, functools.partial(snapshot, model, stepper, epoch=epoch + 1))
+        losses = []
+        saved = functools.partial(snapshot, model, stepper, epoch=epoch + 1, losses=losses)
+        yield Record((epoch + 1) * len(order), values, saved if finite else None)  # no way on from there
         if not finite:
             return
 

@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """One line of a cell's log."""
+    """One line of a cell's log; or none, if there are no values: then it is only a place for a checkpoint."""
 
     step: int
     values: Values

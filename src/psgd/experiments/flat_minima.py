@@ -16,6 +16,7 @@ curvature would let log det P rise for longer. The cross entropy is the sum over
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,10 @@ import psgd
 from psgd.experiments import classification
 from psgd.experiments.classification import Examples, Rate, evaluate, score, task
 from psgd.experiments.experiment import Preset, Record, Result, State
-from psgd.experiments.methods import Loss, Stepper, method, preconditioned
+from psgd.experiments.methods import Loss, Preconditioned, Stepper, method, preconditioned
 from psgd.experiments.models import LeNet5
 from psgd.experiments.show import Line, Plot, Points, Table, spread
-from psgd.experiments.training import batches
+from psgd.experiments.training import batches, restore, snapshot
 from psgd.experiments.tune import tuned
 from psgd.probes import generator, mix
 
@@ -93,13 +94,20 @@ def run(config: Config, seed: int, state: State | None = None) -> Iterator[Recor
     model = LeNet5(generator(seed)).to(images.train.inputs.device)
     stepper, rates = start(config, model, seed)
     steps = images.train.count // config.batch * config.epochs
-    yield from classification.train(
-        model, stepper, images, seed, epochs=config.epochs, batch=config.batch, rates=rates, state=state
-    )
+    fitter, fits = still(model, seed), 0
+    if state is not None and "fits" in state:
+        restore(state, model, fitter)
+        fits = state["fits"]
+    else:
+        yield from classification.train(
+            model, stepper, images, seed, epochs=config.epochs, batch=config.batch, rates=rates, state=state
+        )
     if not config.fits or not all(p.isfinite().all() for p in model.parameters()):
         return
+    for done in fit(fitter, model, images.train, config, seed, fits):
+        yield Record(steps + done, {}, functools.partial(snapshot, model, fitter, fits=done))
     loss, _ = evaluate(model, images.train)
-    log_det = log_det_q(model, images.train, config, seed)
+    log_det = fitter.optimizer.diagnostics()["log_det_q"]
     values = {"cross_entropy": loss * images.train.count, "log_det_q": log_det, "log_det_p": 2 * log_det}
     yield Record(steps + config.fits, {**values, "half_log_det_h": -log_det})
 
@@ -125,15 +133,23 @@ FITTING: dict[str, Any] = {
 """The authors' settings of the preconditioner."""
 
 
-def log_det_q(model: nn.Module, examples: Examples, config: Config, seed: int) -> float:
-    """Return log det Q of a preconditioner fitted where the model stands, by an optimizer that does not move it."""
-    still = psgd.PSGD(model.parameters(), psgd.lra(10), lr=0.0, momentum=0.0, seed=mix(seed, -1), **FITTING)
+def still(model: nn.Module, seed: int) -> Preconditioned:
+    """Return an optimizer that does not move the model, to fit a preconditioner where it stands."""
+    options = {"lr": 0.0, "momentum": 0.0, "seed": mix(seed, -1), **FITTING}
+    return Preconditioned(psgd.PSGD(model.parameters(), psgd.lra(10), **options))
+
+
+def fit(
+    fitter: Preconditioned, model: nn.Module, examples: Examples, config: Config, seed: int, done: int = 0
+) -> Iterator[int]:
+    """Fit it, and yield after each step how many there were, with those that were done before."""
     epochs = (batches(examples.count, config.batch, mix(seed, -1), e) for e in itertools.count())
-    for i, chosen in enumerate(itertools.islice(itertools.chain.from_iterable(epochs), config.fits)):
-        still.param_groups[0]["precond_lr"] = Rate(0.2, 0.01).at(i, config.fits)
+    order = itertools.chain.from_iterable(epochs)
+    for i, chosen in enumerate(itertools.islice(order, done, config.fits), done):
+        fitter.optimizer.param_groups[0]["precond_lr"] = Rate(0.2, 0.01).at(i, config.fits)
         these = examples[chosen]
-        still.step(Loss(model, these.inputs, these.targets, F.cross_entropy))
-    return still.diagnostics()["log_det_q"]
+        fitter.step(Loss(model, these.inputs, these.targets, F.cross_entropy))
+        yield i + 1
 
 
 # --- what came out

@@ -183,7 +183,7 @@ def result(experiment: Any, config: Any, seed: int) -> Result:
     """Run one trial, here and now."""
     torch.manual_seed(seed)
     start, cpu = time.perf_counter(), time.process_time()
-    records = [store.strict({"step": r.step, **r.values}) for r in experiment.run(config, seed)]
+    records = [store.strict({"step": r.step, **r.values}) for r in experiment.run(config, seed) if r.values]
     return Result(config, seed, records, time.perf_counter() - start, time.process_time() - cpu)
 
 

@@ -9,6 +9,7 @@ can only add time. So there is one cell, and no other may run beside it.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -89,8 +90,9 @@ def run(config: Config, seed: int, state: State | None = None) -> Iterator[Recor
             ready[name] = (build(model, 1e-4, seed), Loss(model, inputs, targets, F.cross_entropy))
         for stepper, loss in ready.values():
             turn(stepper, loss)  # to warm up
-        for i in range(config.turns):
-            yield Record(i + 1, {name: turn(*found) for name, found in ready.items()})
+        for i in range(0 if state is None else state["turns"], config.turns):
+            seconds = {name: turn(*found) for name, found in ready.items()}
+            yield Record(i + 1, seconds, functools.partial(dict, turns=i + 1))
     finally:
         torch.set_num_threads(threads)
 

@@ -157,23 +157,24 @@ def run(config: Config, seed: int, state: State | None = None) -> Iterator[Recor
     """Train to success, a loss that is not finite, or the end; a record has the mean loss since the one before."""
     model, stepper = start(config, seed)
     done = 0
+    losses: list[float] = []
     if state is not None:
         restore(state, model, stepper)
-        done = config.iterations if state["ended"] else state["done"]
-    losses: list[float] = []
+        done, losses = config.iterations if state["ended"] else state["done"], state["losses"]
     for i in range(done + 1, config.iterations + 1):
         loss = Loss(model, *sequences(config.length, config.batch, seed, i), F.binary_cross_entropy_with_logits)
         losses.append(float(stepper.step(loss)))
         success, failure = losses[-1] < SOLVED, not math.isfinite(losses[-1])
         spent = stepper.gradients + stepper.products >= EVALUATIONS * config.iterations
-        if success or failure or spent or i % EVERY == 0 or i == config.iterations:
+        ended = success or failure or spent
+        values: dict[str, Any] = {}
+        if ended or i % EVERY == 0 or i == config.iterations:
             values = {"loss": None if failure else statistics.fmean(losses), "solved": int(success)}
-            ended = success or failure or spent
-            saved = {"done": i, "ended": ended}
-            yield Record(i, values | evaluations(stepper), functools.partial(snapshot, model, stepper, **saved))
+            values |= evaluations(stepper)
             losses = []
-            if ended:
-                return
+        yield Record(i, values, functools.partial(snapshot, model, stepper, done=i, ended=ended, losses=losses))
+        if ended:
+            return
 
 
 def sequences(length: int, batch: int, *numbers: int) -> tuple[Tensor, Tensor]:
