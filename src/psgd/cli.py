@@ -151,13 +151,16 @@ def tune_(
 def show(directory: Path) -> None:
     """Print an experiment's tables."""
     run = store.load(directory)
-    for table in experiment.load(run.name).tables(run.results):
+    module = experiment.load(run.name)
+    for table in module.tables(run.results):
         drawn = rich.table.Table(*table.columns, title=table.title, box=rich.box.SIMPLE_HEAD, title_justify="left")
         for row in table.rows:
             drawn.add_row(*map(shown, row))
         console.print(drawn)
         if table.note:
             console.print(Text(table.note, style="dim"))
+    for text in experiment.mixed(module, run.results):
+        console.print(Text(text, style="yellow"))
     seconds = sum(r.seconds for r in run.results)
     say(f"{len(run.results)} runs, {duration(seconds)} of computing; records in {directory}")
 

@@ -1,5 +1,6 @@
 """The command: what it says, what it refuses, and what it leaves."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -75,6 +76,38 @@ def test_a_run_prints_tables_and_leaves_a_directory_that_is_not_overwritten(tmp_
     assert about["command"].startswith(f"psgd run {NAME} --preset quick") and about["settings"] == {}
     code, text = said(*command)
     assert code == 2 and "--resume" in text
+
+
+def test_settings_that_share_a_row_are_named(tmp_path):
+    out = tmp_path / "out"
+    command = ("run", NAME, "--preset", "quick", "--jobs", "1", "--seeds", "0", "--only", "sgd", "--out", out)
+    code, text = said(*command)
+    assert code == 0 and "share rows" not in text + (out / "report.html").read_text()
+    code, text = said(*command, "--set", "lr=0.5", "--resume")
+    warning = "Runs of sgd with different settings share rows and curves: lr 0.1, 0.5"
+    assert code == 0 and warning in text and warning in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", experiment.names())
+def test_the_cells_of_an_experiment_do_not_share_rows_but_with_other_settings_they_do(name):
+    module = experiment.load(name)
+    for preset in cli.Preset:
+        results = [experiment.Result(config, 0, []) for config in module.cells(preset.value)]
+        assert experiment.mixed(module, results) == []
+        field = "turns" if name == "wall-clock" else "lr" if hasattr(results[0].config, "lr") else "steps"
+        value = getattr(results[0].config, field)
+        other = dataclasses.replace(results[0].config, **{field: 2 * value})
+        [text] = experiment.mixed(module, [*results, experiment.Result(other, 1, [])])
+        assert text.startswith(f"Runs of {other.method} ") and text.endswith(f" {field} {value}, {2 * value}")
+
+
+def test_a_field_that_an_experiment_varies_tells_runs_apart_and_one_that_goes_with_it_does_not():
+    logistic = experiment.load("logistic")
+    plain, drawn = (experiment.Result(logistic.Config(pixels=p), 0, []) for p in ("plain", "bernoulli"))
+    longer = experiment.Result(logistic.Config(epochs=30, pixels="bernoulli"), 0, [])
+    assert experiment.mixed(logistic, [plain, drawn]) == experiment.mixed(logistic, [plain, longer]) == []
+    [text] = experiment.mixed(logistic, [plain, drawn, longer])  # some presets differ in epochs, too
+    assert text.endswith("curves: epochs 20, 30")
 
 
 def test_a_run_that_fails_in_part_says_so_and_exits_with_1(tmp_path, monkeypatch):

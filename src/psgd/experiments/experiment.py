@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from psgd.experiments.show import Plot, Table
 
@@ -118,6 +119,37 @@ def seeds_of(experiment: Any, config: Any, preset: Preset) -> range:
     """Return the seeds of a config: those of the preset, unless the experiment has a function `seeds_for` that says."""
     chosen = getattr(experiment, "seeds_for", None)
     return experiment.seeds(preset) if chosen is None else chosen(config, preset)
+
+
+def mixed(experiment: Any, results: Sequence[Result]) -> list[str]:
+    """Say which methods have runs of settings that tables and plots take for one, and what these settings are.
+
+    Told apart are two configs of a method that differ at least in all that two of a preset differ in.
+    """
+    told = {different(*pair) for preset in get_args(Preset) for pair in pairs(experiment.cells(preset))}
+    found: dict[str, dict[str, dict[Any, None]]] = {}
+    for one, other in pairs(r.config for r in results):
+        fields = different(one, other)
+        if any(some <= fields for some in told):
+            continue
+        for name in fields:
+            values = found.setdefault(one.method, {}).setdefault(name, {})
+            values.update(dict.fromkeys(getattr(config, name) for config in (one, other)))
+    return [
+        f"Runs of {method} with different settings share rows and curves: "
+        + "; ".join(f"{name} {', '.join(map(str, values))}" for name, values in sorted(fields.items()))
+        for method, fields in found.items()
+    ]
+
+
+def pairs(configs: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Return all pairs of different configs of one method."""
+    return ((a, b) for a, b in itertools.combinations(dict.fromkeys(configs), 2) if a.method == b.method)
+
+
+def different(one: Any, other: Any) -> frozenset[str]:
+    """Return the fields in which two configs differ."""
+    return frozenset(f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(other, f.name))
 
 
 def load(name: str) -> Any:

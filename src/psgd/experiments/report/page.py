@@ -36,7 +36,7 @@ class Chapter:
     plots: Sequence[Plot]
     remarks: str
     troubles: list[str] = field(default_factory=list)
-    """What could not be shown, and why."""
+    """What could not be shown, and why; and what is shown as one, but is not."""
 
 
 def write(directories: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -60,7 +60,7 @@ def write(directories: Sequence[str | Path], out: str | Path | None = None) -> P
 def chapter(run: store.Run, id_: str) -> Chapter:
     """Let the experiment tell what came out; that it fails to, say of a run half done, is no reason to show nothing."""
     module = experiment.load(run.name)
-    troubles: list[str] = []
+    troubles = experiment.mixed(module, run.results)
 
     def told(what: Callable[[Sequence[experiment.Result]], T], nothing: T) -> T:
         try:
