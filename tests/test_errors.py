@@ -55,6 +55,10 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: InverseFree((2,), (Dense(),), damping=-1.0), "InverseFree needs damping >= 0, got damping=-1.0"),
     (
+        lambda: InverseFree((2,), (Dense(),), products=torch.float16),
+        "products needs a dtype of the range of float32, as torch.bfloat16, got torch.float16",
+    ),
+    (
         lambda: (InverseFree((2,), (Dense(),)) @ Diagonal()).fit(
             (InverseFree((2,), (Dense(),)) @ Diagonal()).init(2), torch.ones(2), torch.ones(2)
         ),

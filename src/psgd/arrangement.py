@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -157,12 +158,24 @@ def exchanged(scopes: Sequence[Scope], memory: dict[str, Any]) -> Any:
     return known
 
 
+def check_names(found: Sequence[Member]) -> None:
+    """Raise a ValueError where a rule goes by names, and they do not fit."""
+    names = [m.name for m in found if m.name]
+    for rule in {m.options["group"] for m in found if isinstance(m.options["group"], Kron)}:
+        asks = "affine=model" if rule.layers else "overrides=…"
+        if (rule.layers or rule.overrides) and not names:
+            raise ValueError(f"kron({asks}) needs names, as in PSGD(model.named_parameters(), …), got none")
+        if rule.layers and not {weight for weight, _ in rule.layers} & set(names):
+            raise ValueError(f"kron(affine=model) needs names of its layers, as {rule.layers[0][0]}, got {names[0]}")
+        for pattern, _ in rule.overrides:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ValueError(f"kron(overrides=…) needs patterns that fit a name, as {names[0]}, got {pattern!r}")
+
+
 def _partners(found: list[Member]) -> dict[Tensor, Member]:
     """Return the bias that shares a matrix [W b] with each weight, where a rule asks for that."""
     rules = {m.options["group"] for m in found if isinstance(m.options["group"], Kron)}
     layers = {weight: bias for rule in rules for weight, bias in rule.layers}
-    if layers and not any(m.name for m in found):
-        raise ValueError("kron(affine=model) needs names, as in PSGD(model.named_parameters(), …), got none")
     named = {m.name: m for m in found}
     pairs: dict[Tensor, Member] = {}
     for weight, bias in layers.items():
@@ -188,7 +201,9 @@ def arrange(
         elif _needed(p):
             fresh.append(m)
     scopes = {number: cache[number] for number in known if number in cache}
-    owner = owners(members(param_groups))
+    everyone = members(param_groups)
+    check_names(everyone)
+    owner = owners(everyone)
     for number, some in known.items():
         if number not in scopes or not scopes[number].intact(state, [m.param for m in some]):
             for i, scope in enumerate(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from psgd.curvature import Curvature, whiten_momentum
@@ -14,13 +15,16 @@ from psgd.group import Group
 from psgd.groups.constant import Identity
 from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
-from psgd.groups.inverse_free import InverseFree, Motion, Quadratic
+from psgd.groups.inverse_free import InverseFree, Motion, Quadratic, check_products
 from psgd.groups.kronecker import Kronecker
 from psgd.groups.triangular import Triangular
 from psgd.schedule import Decaying
 
 Shape = tuple[int, ...]
 Override = Callable[[Shape], Group]
+
+_KERNEL = 16
+"""The longest axis of a convolution's kernel; longer ones are of stacked matrices."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,12 @@ class Kron:
     damping: float = 1e-3
     layers: tuple[tuple[str, str], ...] = ()
     overrides: tuple[tuple[str, Override], ...] = ()
+    products: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        check_products(self.products)
+        if self.products is not None and isinstance(self.factor, Triangular):
+            raise ValueError(f"products are of Quadratic() and Procrustes(), got {self.products} for {self.factor}")
         if not isinstance(self.factor, (Triangular, Motion)):
             raise ValueError(f"kron needs a factor Triangular(), Quadratic() or Procrustes(), got {self.factor!r}")
         for key in ("max_size", "max_skew", "memory", "damping"):
@@ -48,7 +56,7 @@ class Kron:
             if fnmatchcase(name, pattern):
                 return override(tuple(shape))
         shape = tuple(shape) or (1,)
-        if len(shape) > 3:  # a convolution's kernel is one axis: its own are too short for a product each
+        if len(shape) > 3 and max(shape[2:]) <= _KERNEL:  # one axis: its own are too short for a product each
             shape = (*shape[:2], math.prod(shape[2:]))
         dense = self.dense(shape)
         matrix = self.factor if isinstance(self.factor, Triangular) else Dense()
@@ -57,7 +65,7 @@ class Kron:
             parts = (Diagonal(), *parts[1:])
         if isinstance(self.factor, Triangular):
             return Kronecker(shape, parts)
-        return InverseFree(shape, parts, self.factor, self.damping)
+        return InverseFree(shape, parts, self.factor, self.damping, self.products)
 
     def dense(self, shape: Shape) -> set[int]:
         """Return the axes that get a matrix: those within the caps, the smallest first, while memory lasts.
@@ -88,6 +96,7 @@ def kron(
     max_skew: float = 4.0,
     memory: float = 4.5,
     damping: float = 1e-3,
+    products: torch.dtype | None = None,
     affine: nn.Module | None = None,
     overrides: Mapping[str, Override] | None = None,
 ) -> Kron:
@@ -101,20 +110,22 @@ def kron(
         memory: the matrices of a tensor have at most this many times its entries together.
         damping: noise in every entry of a gradient, relative to their root mean square (not for `Triangular`): where
             there is no gradient at all, P would grow for ever without.
+        products: in which dtype matrices are multiplied, all else being done in their own (not for `Triangular`):
+            `torch.bfloat16`, where that is much faster.
         affine: a module whose layers' weights and biases are preconditioned together, as one matrix [W b].
             The optimizer then needs names: `PSGD(model.named_parameters(), …)`.
         overrides: from patterns of names (as of files) to a rule from shape to group, the first that fits.
 
     >>> import psgd
     >>> kron()((3, 4))
-    InverseFree(shape=(3, 4), parts=(Dense(), Dense()), motion=Quadratic(), damping=0.001)
+    InverseFree(shape=(3, 4), parts=(Dense(), Dense()), motion=Quadratic(), damping=0.001, products=None)
     >>> kron(psgd.Triangular())((4, 4))
     Kronecker(shape=(4, 4), parts=(Triangular(), Triangular()))
     >>> kron(overrides={"*.bias": lambda shape: psgd.XMat()})((4,), "head.bias")
     XMat()
     """
     layers = () if affine is None else affine_layers(affine)
-    return Kron(factor, max_size, max_skew, memory, damping, layers, tuple((overrides or {}).items()))
+    return Kron(factor, max_size, max_skew, memory, damping, layers, tuple((overrides or {}).items()), products)
 
 
 def affine_layers(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -142,7 +153,8 @@ def like_adamw(
     gradient, the rest the average.
 
     Factors follow quickly, and in each of the first hundred steps: at PSGD's own μ = 0.1 they are still on their way
-    after hundreds of updates.
+    after hundreds of updates. No entry moves by more than ten times the rate: a row of an embedding that was never seen
+    before is small beside the others, for which P was made.
 
     >>> like_adamw(3e-3, weight_decay=0.1)["lr"]
     0.000688...
@@ -159,4 +171,5 @@ def like_adamw(
         "curvature": curvature,
         "precond_lr": 0.9,
         "precond_prob": Decaying(start=100, floor=0.05),
+        "max_value": 10.0,
     }

@@ -32,6 +32,7 @@ class Row:
     group: str
     entries: int
     state: int
+    kept: int
     adam: int
     fit: float
     precondition: float
@@ -55,6 +56,11 @@ class Plan:
     def state(self) -> int:
         """Bytes of state in all."""
         return sum(row.state for row in self.rows)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of what P is applied by, where that is not Q itself: kept from one update to the next."""
+        return sum(row.kept for row in self.rows)
 
     @property
     def adam(self) -> int:
@@ -91,10 +97,11 @@ class Plan:
             for row in (head, *body)
         ]
         ratio = self.state / self.adam if self.adam else 0.0
+        kept = f", and {_bytes(self.kept)} between updates" if self.kept else ""
         return "\n".join(
             [
                 *(line.rstrip() for line in lines),
-                f"state {_bytes(self.state)}, {ratio:.2f} × Adam's {_bytes(self.adam)}; "
+                f"state {_bytes(self.state)}, {ratio:.2f} × Adam's {_bytes(self.adam)}{kept}; "
                 f"{self.operations:.2g} operations and {self.hvps:.2g} Hessian products per step",
             ]
         )
@@ -126,11 +133,13 @@ def plan(model: Any, group: Any = None, *, precond_prob: float = 0.1, momentum: 
         move = chosen.whiten if isinstance(pg.get("curvature"), Whiten) else chosen.fit
         fit = _operations(functools.partial(move, point, x, x)) if point else 0.0
         ready = chosen.ready(point) if point else point
+        stored = {id(t) for t in leaves(point)}
+        kept = sum(t.numel() * t.element_size() for t in leaves(ready) if id(t) not in stored)
         precondition = _operations(functools.partial(chosen.precondition, ready, x)) if point else 0.0
         name = first if len(scope.params) == 1 else f"{len(scope.params)} tensors"
         if len(scope.units) > 1:
             name = f"{first} and {len(scope.units) - 1} alike"
-        rows.append(Row(name, str(chosen), scope.n, state, adam, fit, precondition))
+        rows.append(Row(name, str(chosen), scope.n, state, kept, adam, fit, precondition))
     return Plan(tuple(rows), prob)
 
 

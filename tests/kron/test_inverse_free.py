@@ -1,5 +1,8 @@
 """Factors that move by products alone: their fixed points, their motions, and what must hold on the way."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
 
@@ -93,6 +96,46 @@ def test_in_bfloat16_too(group):
         assert all(t.dtype == torch.bfloat16 for f in q.values() for k, t in f.items() if k != "ell")
         condition, mean = spread(preconditioner(group, q, 20), torch.kron(LEFT, RIGHT))
         assert condition < bound and 0.8 < mean < 1.2
+
+
+@pytest.mark.parametrize("group", GROUPS[:2], ids=NAMES[:2])
+def test_products_may_be_coarser_than_the_factors(group):
+    group = dataclasses.replace(group, products=torch.bfloat16)
+    for whitening, bound in ((False, 1.2), (True, 1.8)):
+        q = walk(group, whitening, dtype=torch.float32)
+        assert all(t.dtype == torch.float32 for f in q.values() for t in f.values())
+        condition, mean = spread(preconditioner(group, q, 20), torch.kron(LEFT, RIGHT))
+        assert condition < bound and 0.85 < mean < 1.15  # from 316
+
+
+@pytest.mark.parametrize("motion", MOTIONS, ids=str)
+@pytest.mark.parametrize("whitening", [False, True], ids=["newton", "whitening"])
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48), (24, 24), (6, 24, 4)], ids=str)
+def test_coarse_products_make_nearly_the_same_step(motion, whitening, shape):
+    parts = (Dense(),) * len(shape)
+    fine, coarse = (InverseFree(shape, parts, motion, products=p) for p in (None, torch.bfloat16))
+    n, rng = math.prod(shape), torch.Generator().manual_seed(0)
+    q = {str(i): {"Q": spd(m, 0.5, i).float(), "ell": torch.zeros(())} for i, m in enumerate(shape)}
+    v, h, g = torch.randn(3, n, generator=rng)
+    one, other = ((group.whiten if whitening else group.fit)(q, v, h, lr=0.5) for group in (fine, coarse))
+    for i, f in q.items():
+        move, error = one[i]["Q"] - f["Q"], other[i]["Q"] - one[i]["Q"]
+        assert other[i]["Q"].dtype == torch.float32 and 1e-4 < error.norm() / move.norm() < 0.02
+    for ready in (lambda group: q, lambda group: group.ready(q)):
+        exact, d = (group.precondition(ready(group), g) for group in (fine, coarse))
+        assert d.dtype == torch.float32 and 1e-4 < (d - exact).norm() / exact.norm() < 0.02
+
+
+def test_p_stays_positive_however_coarse_its_products():
+    group = InverseFree((64, 64), (Dense(), Identity()), products=torch.bfloat16)
+    q = {"0": {"Q": spd(64, 3, 0).float(), "ell": torch.zeros(())}, "1": {}}  # P of condition 10⁶
+    directions = torch.linalg.eigh(q["0"]["Q"]).eigenvectors.mT.bfloat16().float()
+    for ready in (q, group.ready(q)):
+        for g in directions:  # in one column of 64
+            column = torch.outer(g, torch.eye(64)[0]).flatten()
+            assert column @ group.precondition(ready, column) > 0
+    p = (q["0"]["Q"].mT @ q["0"]["Q"]).bfloat16().float()
+    assert not all(g @ p @ g > 0 for g in directions)  # as it would be, were P what is rounded
 
 
 @pytest.mark.parametrize("lr", [0.1, 0.5, 0.9])

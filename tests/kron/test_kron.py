@@ -11,7 +11,9 @@ from torch import nn
 
 import psgd
 from psgd import PSGD, Dense, Diagonal, Identity, Procrustes, Quadratic, Triangular, kron, plan
+from psgd.groups.inverse_free import Motion
 from psgd.kron import affine_layers
+from psgd.scope import leaves
 
 # --- which factor for which axis
 
@@ -33,6 +35,10 @@ from psgd.kron import affine_layers
         ((64, 3, 7, 7), "012"),
         ((512, 512, 3, 3), "012"),
         ((12, 64, 768), "012"),
+        ((3, 12, 64, 768), "0123"),
+        ((2, 12, 12, 64, 768), "01234"),
+        ((768, 3, 16, 16), "012"),
+        ((8, 4, 3, 3, 3), "012"),
         ((9000, 9000), ""),
         ((1, 300, 1), ""),
     ],
@@ -55,6 +61,7 @@ def test_caps_and_memory():
     assert kron(max_size=100).dense((128, 64)) == {1}
     assert kron(max_skew=8.0, memory=10.0).dense((512, 128)) == {0, 1}
     assert kron(max_skew=8.0, memory=2.0).dense((512, 128)) == {1}
+    assert kron(memory=4.2).dense((512, 128)) == {1}  # the shortest first, and both would be 4.25 times the entries
     assert kron(memory=0.0).dense((128, 128)) == set()
     assert kron(Triangular())((4, 4)).parts == (Triangular(), Triangular())
     assert kron(Quadratic())((4, 4)).motion == Quadratic()
@@ -63,6 +70,23 @@ def test_caps_and_memory():
             kron(**bad)
     with pytest.raises(ValueError, match=r"Triangular\(\), Quadratic\(\) or Procrustes\(\), got Dense"):
         kron(Dense())
+    with pytest.raises(ValueError, match=r"Quadratic\(\) and Procrustes\(\), got torch.bfloat16 for Triangular"):
+        kron(Triangular(), products=torch.bfloat16)
+
+
+@pytest.mark.parametrize("curvature", [psgd.whiten_momentum, psgd.hessian], ids=str)
+def test_training_with_coarse_products(curvature):
+    losses = []
+    for products in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        x, model = torch.randn(64, 12), nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3))
+        options = {"lr": 0.03} if curvature == psgd.whiten_momentum else {"lr": 0.3}
+        opt = PSGD(model.named_parameters(), kron(products=products), curvature=curvature, **options)
+        for _ in range(150):
+            loss = opt.step(lambda model=model, x=x: (model(x) - x[:, :3].sin()).square().mean())
+        losses.append(loss.item())
+        assert all(t.dtype == torch.float32 for s in opt.state.values() for f in s["q"].values() for t in f.values())
+    assert losses[0] != losses[1] and losses[1] < 1.5 * losses[0] + 1e-3 < 0.05
 
 
 def gpt2_small():
@@ -237,6 +261,37 @@ def test_options_like_adamws_make_steps_of_its_size(curvature):
     assert options["lr"] * options["weight_decay"] == pytest.approx(0.01 * 0.1)
 
 
+def test_what_like_adamw_returns_is_pinned():
+    wanted = {
+        "lr": 0.00229416, "momentum": 0.9, "fresh": 0.2, "weight_decay": 0.0435890, "curvature": psgd.whiten_momentum,
+        "precond_lr": 0.9, "precond_prob": psgd.Decaying(start=100, floor=0.05), "max_value": 10.0,
+    }  # fmt: skip
+    options = psgd.like_adamw(0.01)
+    assert options.keys() == wanted.keys()
+    numbers = {key for key, value in wanted.items() if isinstance(value, float)}
+    assert {k: options[k] for k in numbers} == pytest.approx({k: wanted[k] for k in numbers}, rel=1e-4)
+    assert all(options[k] == wanted[k] for k in wanted.keys() - numbers)
+    # the average of white noise and a fifth of its newest part, whitened for a single gradient
+    newest, rest = 0.2 + 0.8 * 0.1, 0.8 * 0.9 * (0.1 / 1.9) ** 0.5
+    share = (0.1 / 1.9) ** 0.5 / math.hypot(newest, rest)
+    assert psgd.like_adamw(0.01, curvature=psgd.whiten)["lr"] == pytest.approx(0.01 * share)
+
+
+def test_a_row_never_seen_before_takes_no_larger_step_than_ten_times_the_rate():
+    p, rng = nn.Parameter(torch.zeros(2000, 8)), torch.Generator().manual_seed(0)
+    opt = PSGD([p], kron(), **psgd.like_adamw(0.01))
+    for t in range(121):
+        seen = torch.randint(100, (32,), generator=rng)
+        rows = torch.cat((seen, torch.tensor([1000 + t]))) if t >= 100 else seen
+        p.grad = torch.zeros(2000, 8).index_add_(0, rows, torch.randn(len(rows), 8, generator=rng))
+        before = p.detach().clone()
+        opt.step()
+    step = (p.detach() - before).abs()
+    rate = opt.param_groups[0]["lr"]
+    assert step[1120].max() == pytest.approx(10 * rate, rel=1e-4)  # it was 60 times
+    assert step.max() <= 10.001 * rate
+
+
 @pytest.mark.parametrize(("curvature", "lr"), list(zip(CURVATURES, (0.03, 0.01, 0.1), strict=True)), ids=str)
 def test_it_learns(curvature, lr):
     model = net()
@@ -259,6 +314,56 @@ def test_overrides_by_name_and_the_plan_shows_them():
     assert "XMat" in groups["6.bias"] and "XMat" in groups["0.bias and 2 alike"]
     assert "InverseFree" in groups["0.weight and 2 alike"]
     train(model, opt)
+
+
+@pytest.mark.parametrize(
+    ("rule", "wrapped", "message"),
+    [
+        (kron(overrides={"*.bias": psgd.affine}), None, "overrides=… needs names, as in PSGD.model.named_parameters"),
+        (kron(overrides={"*.bais": psgd.affine}), "", "patterns that fit a name, as 0.weight, got '.[.]bais'"),
+        (kron(affine=nn.Sequential(nn.Linear(2, 2))), "module.", "names of its layers, as 0.weight, got module.0"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused_before_anything_moves(rule, wrapped, message):
+    model = net()
+    named = [(f"{wrapped}{name}", p) for name, p in model.named_parameters()]
+    opt = PSGD(model.parameters() if wrapped is None else named, rule, lr=0.01, curvature=psgd.whiten)
+    model(torch.ones(1, 6)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=message.replace("(", "[(]").replace("=…", "=….")):
+        opt.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_checkpoint_knows_a_rule_by_what_it_says_and_not_by_where_its_functions_are():
+    def saved(rule, other):
+        model = net()
+        one, two = (PSGD(model.named_parameters(), r, lr=0.01, curvature=psgd.whiten) for r in (rule, other))
+        train(model, one, steps=1)
+        two.load_state_dict(one.state_dict())
+
+    class Still(Motion):
+        def matrix(self, q, g):
+            return q
+
+        def diagonal(self, d, g):
+            return d
+
+    def rules():
+        return [
+            kron(overrides={"*.bias": lambda shape: psgd.XMat()}),
+            kron(overrides={"*.bias": psgd.affine}),
+            kron(Still()),
+            functools.partial(psgd.affine),
+            kron(damping=1e-4),
+        ]
+
+    for one, other in zip(rules(), rules(), strict=True):
+        saved(one, other)
+    saved(kron(), kron(damping=1e-4, products=torch.bfloat16))
+    for other in (kron(Procrustes()), kron(overrides={"*.weight": psgd.affine})):
+        with pytest.raises(ValueError, match="saved for another group"):
+            saved(kron(), other)
 
 
 def test_layers_are_found_in_a_module():
@@ -403,3 +508,19 @@ def test_the_plan_counts_the_step_that_is_made():
     products = 2 * n * n * m + 2 * n * m * m
     assert products <= whiten.precondition <= 1.1 * products
     assert whiten.fit < 0.6 * newton.fit
+
+
+def test_the_plan_counts_what_p_is_applied_by():
+    w = nn.Parameter(torch.zeros(64, 32))
+    for products, size in ((None, 4), (torch.bfloat16, 2)):
+        opt = PSGD([w], kron(products=products), curvature=psgd.whiten)
+        costs = opt.plan()
+        assert costs.rows[0].kept == size * (64 * 64 + 32 * 32) and "between updates" in str(costs)
+        w.grad = torch.ones_like(w)
+        for _ in range(2):
+            opt.step()
+            opt.param_groups[0]["precond_prob"] = 0.001
+        (scope,) = opt._scopes()
+        held = [t for t in leaves(scope._ready) if all(t is not q for q in leaves(scope.point))]
+        assert sum(t.numel() * t.element_size() for t in held) == costs.rows[0].kept
+    assert plan([w], psgd.lra(2)).kept == 0

@@ -20,7 +20,10 @@ from psgd.step_size import StepSize
 
 
 class Motion(ABC):
-    """How a dense factor Q ≈ Qᵀ > 0 follows G = Π(Ph (Ph)ᵀ − v vᵀ), by a step s with s‖G‖ ≤ μ < 1."""
+    """How a dense factor Q ≈ Qᵀ > 0 follows G = Π(Ph (Ph)ᵀ − v vᵀ), by a step s with s‖G‖ ≤ μ < 1.
+
+    Matrices are multiplied in the dtype of sG, or of X, and added up in that of Q.
+    """
 
     @abstractmethod
     def matrix(self, q: Tensor, g: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ class Motion(ABC):
 
     def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
         """Return the new Q for s·G = XXᵀ − cI, X with few columns: a form of its own may never form G."""
-        return self.matrix(q, x @ x.mT - c * torch.eye(len(q)).to(q))
+        return self.matrix(q, x @ x.mT - c.to(x) * torch.eye(len(q)).to(x))
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,16 @@ class Quadratic(Motion):
 
     def matrix(self, q: Tensor, g: Tensor) -> Tensor:
         """Return Q − ½sGQ − ½sQG + ¼s²GQG."""
-        left = g @ q
+        left = g @ q.to(g)
         change = torch.addmm(left, left, g, alpha=-0.25)
         return torch.sub(q, change + change.mT, alpha=0.5)
 
     def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
         """Return α²Q − XZᵀ − ZXᵀ, where α = 1 + ½c and Z = ½αQX − ⅛X(XᵀQX)."""
-        alpha, qx = 1 + 0.5 * c, q @ x
-        less = torch.addmm(-0.5 * alpha * qx, x, x.mT @ qx, alpha=0.125)  # −Z
+        alpha, qx = 1 + 0.5 * c, q.to(x) @ x
+        less = torch.addmm(-0.5 * alpha.to(x) * qx, x, x.mT @ qx, alpha=0.125)  # −Z
         half = x @ less.mT
-        return plus(half + half.mT, q, alpha.square())
+        return plus((half + half.mT).to(q), q, alpha.square())
 
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
         """Return (1 − ½sg)²d."""
@@ -76,21 +79,21 @@ class Procrustes(Motion):
 
     def matrix(self, q: Tensor, g: Tensor) -> Tensor:
         """Return Q − sGQ, turned."""
-        return self._turned(q - g @ q)
+        return self._turned(q - g @ q.to(g), g.dtype)
 
     def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
         """Return (1 + c)Q − X(XᵀQ), turned."""
-        return self._turned((1 + c) * q - x @ (x.mT @ q))
+        return self._turned((1 + c) * q - x @ (x.mT @ q.to(x)), x.dtype)
 
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
         """Return d − sgd."""
         return d - g * d
 
-    def _turned(self, q: Tensor) -> Tensor:
+    def _turned(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         skew = q.mT - q
-        skew = skew / frobenius(skew).clamp_min(torch.finfo(q.dtype).tiny)
-        once = skew @ q
-        twice = skew @ once
+        skew = (skew / frobenius(skew).clamp_min(torch.finfo(q.dtype).tiny)).to(dtype)
+        once = skew @ q.to(dtype)
+        once, twice = once.to(q), (skew @ once).to(q)
         slope, bend = once.diagonal().sum(), twice.diagonal().sum()
         best = torch.where(bend < 0, slope / (-bend).clamp_min(torch.finfo(q.dtype).tiny), 0.125)
         angle = best.clamp(0, 0.125)
@@ -108,6 +111,9 @@ class InverseFree(Kronecker):
     To every entry of h is added noise of `damping` times their root mean square, made from the probe: directions
     without any gradient would let P grow for ever.
 
+    With `products`, matrices are multiplied in that dtype, and added up in their own. P is then applied as Q and Qᵀ: a
+    coarse P would not be positive.
+
     >>> group = InverseFree((2, 3), (Dense(), Diagonal()))
     >>> q = group.whiten(group.init(6), torch.ones(6), torch.ones(6))
     >>> q["0"]["Q"].shape, q["1"]["d"].shape
@@ -116,9 +122,11 @@ class InverseFree(Kronecker):
 
     motion: Motion = Quadratic()
     damping: float = 1e-3
+    products: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_products(self.products)
         for part in self.parts:
             if not isinstance(part, (Dense, Diagonal, Identity)):
                 raise ValueError(f"InverseFree needs factors Dense(), Diagonal() or Identity(), got {part}")
@@ -143,20 +151,39 @@ class InverseFree(Kronecker):
         return self._followed(q, self._noisy(h, v), None, how)
 
     def ready(self, q: Point) -> Point:
-        """Return P of each factor."""
-        return {key: {"P": _roots(p, math.inf)[0]} if p else {} for key, p in q.items()}
+        """Return P of each factor, or Q as it is multiplied."""
+        if self.products:
+            return {key: p | {"Q": self._rounded(p["Q"])} if "Q" in p else p for key, p in q.items()}
+        return {key: {"P": self._roots(p, math.inf)[0]} if p else {} for key, p in q.items()}
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         del out
-        x = g.contiguous()
-        for i in self._moving():
-            for p in _roots(q[str(i)], x.numel() // self.shape[i]):
+        x, axes = g.contiguous(), self._moving()
+        roots = [self._roots(q[str(i)], g.numel() // self.shape[i]) for i in axes]
+        if self.products:  # Q of all axes, and then Qᵀ: what is rounded in between cannot turn the step around
+            roots, axes = [(root,) for root, *_ in roots] + [root[1:] for root in roots], 2 * axes
+        for i, matrices in zip(axes, roots, strict=True):
+            for p in matrices:
                 x = self._multiplied(p, x, i)
-        return x
+        return x.to(g)
+
+    def _roots(self, p: Point, columns: float) -> tuple[Tensor, ...]:
+        """Return what to multiply vectors with, one after the other: P, or Q and Qᵀ for a few of them."""
+        if "P" in p:
+            return (p["P"],)
+        if "d" in p:
+            return (p["d"], p["d"]) if self.products else (p["d"].square(),)
+        q = self._rounded(p["Q"])
+        return (q, q.mT) if self.products or columns < len(q) else (q.mT @ q,)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """Return x as it is multiplied."""
+        return x if self.products is None else x.to(self.products)
 
     def _multiplied(self, p: Tensor, x: Tensor, i: int) -> Tensor:
         """Multiply one axis of x by a matrix or a diagonal: seen as (before, axis, after), none has to be moved."""
         batch, n, after = x.shape[:-1], self.shape[i], math.prod(self.shape[i + 1 :])
+        x = x if p.ndim == 1 else x.to(p)
         if p.ndim == 1:
             y = x.view(*batch, -1, n) * p if after == 1 else x.view(*batch, -1, n, after) * p[:, None]
         elif x.ndim == 1 and x.numel() == n * after:  # no axis before it: a product of two matrices
@@ -201,32 +228,31 @@ class InverseFree(Kronecker):
         (key,) = p.keys() - {"ell"}
         old, many = lift(p[key]), float(x.shape[1])
         norm: Callable[[Tensor], Tensor] = maximum_modulus if old.ndim == 1 else spectral_norm
+        if old.ndim == 2:
+            x, y = self._rounded(x), None if y is None else self._rounded(y)
         if old.ndim == 2 and y is None and 2 * many <= len(x):
             size, ell = rule(
                 lr, p["ell"], lambda: norm(_square(x, old) - many * _one(old)), lambda: norm(x.mT @ x) + many
             )
-            new = self.motion.narrow(old, size.sqrt() * x, size * many)
+            new = self.motion.narrow(old, size.sqrt().to(x) * x, size * many)
         else:
             up, down = _square(x, old), many * _one(old) if y is None else _square(y, old)
             least = many if y is None else norm(down)
             size, ell = rule(lr, p["ell"], lambda: norm(up - down), lambda: norm(up) + least)
-            new = (self.motion.diagonal if old.ndim == 1 else self.motion.matrix)(old, size * (up - down))
+            step = size * (up - down)
+            new = self.motion.diagonal(old, step) if old.ndim == 1 else self.motion.matrix(old, self._rounded(step))
         return {key: new if new.dtype == p[key].dtype else subtract(p[key], 1.0, old - new), "ell": ell}
 
 
-def _roots(p: Point, columns: float) -> tuple[Tensor, ...]:
-    """Return what to multiply vectors with, one after the other: P, or Q and Qᵀ for a few of them."""
-    if "P" in p:
-        return (p["P"],)
-    if "d" in p:
-        return (p["d"].square(),)
-    q = p["Q"]
-    return (q, q.mT) if columns < len(q) else (q.mT @ q,)
+def check_products(products: torch.dtype | None) -> None:
+    """Raise unless this is a dtype in which nothing overflows that does not in float32."""
+    if products is not None and not (products.is_floating_point and torch.finfo(products).max > 1e38):
+        raise ValueError(f"products needs a dtype of the range of float32, as torch.bfloat16, got {products}")
 
 
 def _square(x: Tensor, like: Tensor) -> Tensor:
     """Return XXᵀ, or its diagonal for a factor that is one."""
-    return x.square().sum(1) if like.ndim == 1 else x @ x.mT
+    return x.square().sum(1) if like.ndim == 1 else lift(x @ x.mT)
 
 
 def _one(like: Tensor) -> Tensor:
