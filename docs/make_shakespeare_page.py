@@ -32,9 +32,10 @@ it, and at twice unless half was better. Seconds are the CPU's, of one thread th
 
 `psgd-kron` is `psgd.kron()` with the options of `psgd.like_adamw`, and whitens the momentum; `psgd-kron-newton` takes
 exact Hessian products, for which attention is computed without torch's fused kernels; `psgd-lra` and `psgd-xmat` whiten
-the gradient with one preconditioner for all parameters. At the numbers of `psgd-kron`, its factors have a matrix along
-the shorter axis alone (`-short`: 128 of 512×128), and, on one seed, are updated in every iteration (`-every`) or with
-pauses while the fit is good (`-adaptive`).
+the gradient with one preconditioner for all parameters. At the numbers of `psgd-kron`, its matrices are multiplied in
+bfloat16 (`-bfloat16`; Muon's package does so, too), are along the shorter axis alone (`-short`: 128 of 512×128), or are
+updated in every iteration (`-every`) or with pauses while the fit is good (`-adaptive`). `psgd-kron-newton-half` is
+Newton at half of the rate.
 
 Defaults have a history that is not counted. Those of `like_adamw` were chosen for short runs of this network: how
 quickly factors follow, and along which axes, in 26 runs on held-out training text of this task, the weight of the
@@ -125,9 +126,12 @@ def numbers(run: store.Run) -> dict[str, dict[str, Any]]:
     """Return what was found for each method, which has to be what ran."""
     known, found = read(FILE).get(run.name, {}), {}
     for r in run.results:
-        variant = r.config.method in shakespeare_tuned.VARIANTS
-        entry = known.get("psgd-kron" if variant else r.config.method, {})
-        if not entry or any(getattr(r.config, field) != value for field, value in entry["fields"].items()):
+        variant = shakespeare_tuned.VARIANTS.get(r.config.method)
+        entry = known.get(variant.of if variant else r.config.method, {})
+        fields = dict(entry.get("fields", {}))
+        if variant and fields:
+            fields["lr"] *= variant.rate
+        if not entry or any(getattr(r.config, field) != value for field, value in fields.items()):
             raise ValueError(f"a run has the numbers of {FILE.name}, {r.config.method} has not: run it again")
         if not variant:
             found[r.config.method] = entry
@@ -149,7 +153,7 @@ def costs(results: Sequence[Result], ours: str = "psgd-kron", every: str = "psgd
     if not updates:  # so short is the run
         return ""
     (iterations, seconds), update = reached[ours], more / updates
-    made = next(r["updates"] for r in one.records if r["step"] == iterations)
+    made = max(r["updates"] for r in one.records if r["step"] <= iterations)
     plain, theirs = (
         curve.seconds[-1] / curve.steps[-1] for curve in map(shakespeare.curve, (found["adamw"], found[quickest]))
     )

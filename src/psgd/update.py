@@ -57,7 +57,8 @@ class Update:
             each = scope.each(h_flat)
             most = torch.maximum(each.amax(1), -each.amin(1))
             ok = self.ok & most.isfinite() & (most > 0)
-            h_flat = torch.where(ok[:, None], each, 0).view(-1)
+            if not (scope.free and bool(ok.all())):
+                h_flat = torch.where(ok[:, None], each, 0).view(-1)
         if scope.pair is not None:
             own = fit(scope.group) != scope.group.whiten  # else h may be what P m is written over
             scope.pair = (v_flat, h_flat if own else h_flat.clone())

@@ -14,7 +14,8 @@ unless half was better. The numbers are:
   and gains, over Muon's.
 
 `psgd-kron` is `psgd.kron()` with the options of `psgd.like_adamw`; `psgd-kron-newton` takes exact Hessian products, on
-half as many iterations; `psgd-lra` and `psgd-xmat` whiten the gradient, with PSGD's defaults. At the numbers of
+half as many iterations (`-half`: at half of its rate); `psgd-lra` and `psgd-xmat` whiten the gradient, with PSGD's
+defaults. At the numbers of
 `psgd-kron`, `psgd-kron-bfloat16` multiplies matrices in bfloat16, as Muon's package does, `psgd-kron-short` has a matrix
 along the shorter axis alone (128 of 512×128), `psgd-kron-every` updates its factors in every iteration, and
 `psgd-kron-adaptive` pauses while the fit is good.
@@ -132,13 +133,24 @@ def kron(rule: Callable[[], Any] = psgd.kron, **options: Any) -> Builder:
     return ours(rule, **usual | options)
 
 
-VARIANTS: dict[str, Builder] = {
-    "psgd-kron-every": kron(precond_prob=1.0),
-    "psgd-kron-adaptive": kron(precond_prob=psgd.Adaptive()),
-    "psgd-kron-short": kron(lambda: psgd.kron(max_skew=1.0)),
-    "psgd-kron-bfloat16": kron(lambda: psgd.kron(products=torch.bfloat16)),
+@dataclass(frozen=True)
+class Variant:
+    """Another way to build a method, at its numbers, or at a part of its rate."""
+
+    of: str
+    build: Builder
+    rate: float = 1.0
+
+
+NEWTON = kron(curvature=psgd.hessian, precond_prob=psgd.Decaying(start=50, floor=0.05))
+
+VARIANTS = {
+    "psgd-kron-bfloat16": Variant("psgd-kron", kron(lambda: psgd.kron(products=torch.bfloat16))),
+    "psgd-kron-short": Variant("psgd-kron", kron(lambda: psgd.kron(max_skew=1.0))),
+    "psgd-kron-every": Variant("psgd-kron", kron(precond_prob=1.0)),
+    "psgd-kron-adaptive": Variant("psgd-kron", kron(precond_prob=psgd.Adaptive())),
+    "psgd-kron-newton-half": Variant("psgd-kron-newton", NEWTON, rate=0.5),
 }
-"""Other ways to fit `psgd-kron`, at its numbers."""
 
 BUILDS: dict[str, Builder] = {
     "adamw": adamw,
@@ -146,10 +158,10 @@ BUILDS: dict[str, Builder] = {
     "soap": soap,
     "heavyball-kron": heavyball_kron,
     "psgd-kron": kron(),
-    **VARIANTS,
-    "psgd-kron-newton": kron(curvature=psgd.hessian, precond_prob=psgd.Decaying(start=50, floor=0.05)),
+    "psgd-kron-newton": NEWTON,
     "psgd-lra": ours(lambda: psgd.lra(10), curvature=psgd.whiten),
     "psgd-xmat": ours(psgd.XMat, curvature=psgd.whiten),
+    **{name: variant.build for name, variant in VARIANTS.items()},
 }
 
 DEFAULTS: dict[str, dict[str, float]] = {
@@ -167,7 +179,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
 SECONDS = {"adamw": (10.0, 1000.0), "muon": (3.0, 100.0), "soap": (5.0, 200.0)}
 """Where to look for the last number of methods that are not PSGD."""
 
-LONG: dict[str, Any] = {"iterations": 800, "pieces": 160, "every": 25}
+LONG: dict[str, Any] = {"iterations": 800, "pieces": 160}
 """Of runs on a CPU."""
 
 
@@ -184,14 +196,16 @@ def cells(preset: Preset) -> list[Config]:
 
 def numbers(method: str) -> dict[str, float]:
     """Return the four numbers that were found, or where the search starts."""
-    method = "psgd-kron" if method in VARIANTS else method
+    if method in VARIANTS:
+        known = numbers(VARIANTS[method].of)
+        return known | {"lr": known["lr"] * VARIANTS[method].rate}
     return found("shakespeare-tuned", method, start(method))
 
 
 def start(method: str) -> dict[str, float]:
     """Return the numbers of the first trial: the defaults, at the rate that was found with them."""
     if method not in DEFAULTS:
-        raise ValueError(f"numbers are found for one of {', '.join(DEFAULTS)}, got {method!r}, which has psgd-kron's")
+        raise ValueError(f"numbers are found for one of {', '.join(DEFAULTS)}, got {method!r}, which has another's")
     return {"lr": shakespeare.learning_rate(method), **DEFAULTS[method]}
 
 

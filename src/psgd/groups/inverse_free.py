@@ -210,10 +210,12 @@ class InverseFree(Kronecker):
 
     def _followed(self, q: Point, h: Tensor, v: Tensor | None, how: How) -> Point:
         """Return the point after one step of each factor; without v, v vᵀ is what it is in the mean."""
-        ph, lr, new = self.precondition(q, h), self.share(how.lr), {}
-        for i in self._moving():
-            y = None if v is None else self._columns(v, i)
-            new[str(i)] = self._moved(q[str(i)], self._columns(ph, i), y, lr, how.rule)
+        ph, lr, axes, new = self.precondition(q, h), self.share(how.lr), self._moving(), {}
+        matrix = ph.ndim == 1 and len(axes) == len(self.shape) == 2 and all("Q" in q[str(i)] for i in axes)
+        shared: list[Tensor] = []
+        for i in axes:
+            y, known = None if v is None else self._columns(v, i), shared if matrix else []
+            new[str(i)] = self._moved(q[str(i)], self._columns(ph, i), y, lr, how.rule, known)
         return q | new
 
     def _columns(self, x: Tensor, i: int) -> Tensor:
@@ -223,22 +225,32 @@ class InverseFree(Kronecker):
             return lift(x.view(n, -1))
         return lift(self._move(x, i).reshape(-1, n).mT)
 
-    def _moved(self, p: Point, x: Tensor, y: Tensor | None, lr: float | Tensor, rule: StepSize) -> Point:
-        """Return a factor's new point, for G = XXᵀ − YYᵀ, or its diagonal; without Y, with as many I as columns."""
+    def _moved(
+        self, p: Point, x: Tensor, y: Tensor | None, lr: float | Tensor, rule: StepSize, known: list[Tensor]
+    ) -> Point:
+        """Return a factor's new point, for G = XXᵀ − YYᵀ, or its diagonal; without Y, with as many I as columns.
+
+        ‖XXᵀ‖ may be known: X of one axis of a matrix is Xᵀ of the other.
+        """
         (key,) = p.keys() - {"ell"}
         old, many = lift(p[key]), float(x.shape[1])
         norm: Callable[[Tensor], Tensor] = maximum_modulus if old.ndim == 1 else spectral_norm
         if old.ndim == 2:
             x, y = self._rounded(x), None if y is None else self._rounded(y)
+
+        def largest(gram: Callable[[], Tensor]) -> Tensor:
+            if not known:
+                known.append(norm(gram()))
+            return known[0]
+
         if old.ndim == 2 and y is None and 2 * many <= len(x):
-            size, ell = rule(
-                lr, p["ell"], lambda: norm(_square(x, old) - many * _one(old)), lambda: norm(x.mT @ x) + many
-            )
+            full = lambda: norm(_square(x, old) - many * _one(old))  # noqa: E731
+            size, ell = rule(lr, p["ell"], full, lambda: largest(lambda: x.mT @ x) + many)
             new = self.motion.narrow(old, size.sqrt().to(x) * x, size * many)
         else:
             up, down = _square(x, old), many * _one(old) if y is None else _square(y, old)
             least = many if y is None else norm(down)
-            size, ell = rule(lr, p["ell"], lambda: norm(up - down), lambda: norm(up) + least)
+            size, ell = rule(lr, p["ell"], lambda: norm(up - down), lambda: largest(lambda: up) + least)
             step = size * (up - down)
             new = self.motion.diagonal(old, step) if old.ndim == 1 else self.motion.matrix(old, self._rounded(step))
         return {key: new if new.dtype == p[key].dtype else subtract(p[key], 1.0, old - new), "ell": ell}
