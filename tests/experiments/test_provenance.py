@@ -1,3 +1,4 @@
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ def test_a_description_says_where_a_run_comes_from():
     assert about["experiment"] == "tiny" and about["preset"] == "cpu"
     assert {"command", "started", "finished", "machine", "cpus", "commit", "dirty"} <= set(about)
     assert about["versions"]["psgd"] == psgd.__version__ and about["versions"]["torch"] == torch.__version__
+    assert importlib.metadata.version("heavyball") == about["versions"]["heavyball"]  # of which nothing requires it
 
 
 def test_the_command_can_be_pasted(monkeypatch):

@@ -62,6 +62,10 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+BASELINES = ("curvlinops-for-pytorch", "heavyball")
+"""Packages that are installed without what they ask for, and so not as requirements."""
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package, and of all that its experiments may use and is installed.
@@ -70,9 +74,10 @@ def versions() -> dict[str, str]:
     ['psgd', 'python', 'torch']
     """
     found = {"python": platform.python_version(), "psgd": psgd.__version__}
-    for requirement in importlib.metadata.requires("psgd") or []:
-        name = re.split(r"[^\w.-]", requirement)[0]
-        if name == "psgd" or re.search(r"extra == ['\"](dev|docs|frameworks)['\"]", requirement):
+    others = re.compile(r"extra == ['\"](dev|docs|frameworks)['\"]")
+    required = [r for r in importlib.metadata.requires("psgd") or [] if not others.search(r)]
+    for name in (*(re.split(r"[^\w.-]", r)[0] for r in required), *BASELINES):
+        if name == "psgd":
             continue
         try:
             found[name] = importlib.metadata.version(name)
