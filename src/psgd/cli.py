@@ -87,6 +87,7 @@ def run(
     with usage():
         settings = dict(assignment(text) for text in set_ or [])
         cells = runner.grid(name, preset.value, seeds=numbers(seeds), only=words(only), settings=settings)
+        experiment.check(name, cells[0].config, settings)
         environment(data)
         pool: Pool = Ray(ray, jobs, variables()) if ray else Processes(jobs)
         directory = out or Path("out") / f"{name}-{preset.value}"

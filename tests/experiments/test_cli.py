@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from experiments import tiny
 from frame import NAME, check, ended, environment, psgd
 from rich.console import Console
 from typer.testing import CliRunner
@@ -45,6 +46,14 @@ def test_list_has_all_experiments():
         (["run", NAME, "--only", "sgd,adam"], "one of sgd, momentum, got 'adam'"),
         (["run", NAME, "--set", "rate=1"], "one of method, lr, steps, pause, clip, got 'rate'"),
         (["run", NAME, "--set", "lr=high"], "the field lr needs a value of type float, got 'high'"),
+        (["run", NAME, "--set", "lr=nan"], "the field lr must be at least 0, got nan"),
+        (["run", NAME, "--set", "steps=0"], "the field steps must be at least 1, got 0"),
+        (["run", NAME, "--set", "method=adam"], "the field method is one of sgd, momentum, got 'adam'"),
+        (["run", "fitting-diagonal", "--set", "precision=float31"], "one of float32, bfloat16, got 'float31'"),
+        (["run", "fitting-tracking", "--set", "problem=none"], "one of static, noisy, drifting, got 'none'"),
+        (["run", "logistic", "--set", "pixels=gray"], "one of plain, bernoulli, got 'gray'"),
+        (["run", "logistic", "--set", "batch=0"], "the field batch must be at least 1, got 0"),
+        (["run", "mnist", "--set", "source=cifar"], "one of digits, mnist, got 'cifar'"),
         (["run", NAME, "--set", "lr"], "a setting is written as field=value, got 'lr'"),
         (["run", NAME, "--seeds", "0-3"], "seeds are written as 0:10, 3, or 0,2,5, got '0-3'"),
         (["run", NAME, "--seeds", "3:3"], "got '3:3'"),
@@ -63,6 +72,19 @@ def test_what_is_unknown_is_refused_with_what_is_known(arguments, message, tmp_p
     assert code == 2
     assert message.format(names=", ".join(experiment.names())) in " ".join(text.split())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("rosenbrock", {"start_u": -5.0, "noise_low": 0.0}),
+        ("logistic", {"init_scale": 0.0, "examples": 0, "source": "digits"}),
+        ("xor", {"rank": 0}),
+        ("mnist", {"rank": 0, "lr": 0.0}),
+    ],
+)
+def test_what_means_something_is_not_refused(name, fields):
+    experiment.check(name, experiment.load(name).Config(**fields), fields)
 
 
 def test_a_run_prints_tables_and_leaves_a_directory_that_is_not_overwritten(tmp_path, monkeypatch):
@@ -112,7 +134,8 @@ def test_a_field_that_an_experiment_varies_tells_runs_apart_and_one_that_goes_wi
 
 def test_a_run_that_fails_in_part_says_so_and_exits_with_1(tmp_path, monkeypatch):
     monkeypatch.setenv("TINY_TRACE", str(tmp_path / "trace"))
-    command = ("run", NAME, "--preset", "quick", "--no-report", "--jobs", "1", "--seeds", "0", "--set", "method=raises")
+    monkeypatch.setattr(tiny, "cells", lambda preset: [tiny.Config("raises")])
+    command = ("run", NAME, "--preset", "quick", "--no-report", "--jobs", "1", "--seeds", "0")
     code, text = said(*command, "--out", tmp_path / "out")
     assert code == 1
     assert "raises seed=0 failed: RuntimeError: on purpose" in text

@@ -61,8 +61,9 @@ class Experiment(Protocol):
     """A module of this package with these names; its docstring has the figure or table, and the paper's numbers.
 
     `Config` is a frozen dataclass of numbers and strings; its field `method` names the optimizer (or what is compared),
-    and every field has a default. `run` yields records in ascending steps; given the state of an earlier record it
-    goes on after that record, as if never interrupted. Everything random is a function of (config, seed).
+    and every field has a default; `check` says which values `--set` takes. `run` yields records in ascending steps;
+    given the state of an earlier record it goes on after that record, as if never interrupted. Everything random is a
+    function of (config, seed).
     """
 
     TITLE: str
@@ -198,3 +199,25 @@ def replaced(config: Any, settings: Mapping[str, str]) -> Any:
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(f"the field {name} needs a value of type {kind.__name__}, got {text!r}") from e
     return dataclasses.replace(config, **values)
+
+
+def check(name: str, config: Any, fields: Iterable[str]) -> None:
+    """Refuse a config with values, in these fields, that an experiment cannot have, as far as its presets tell.
+
+    Text is what it is in one of them. Whole numbers start at 1, or at 0 where one of them has 0 or the field's metadata
+    say {"least": 0}, and others at 0; where one of them has a negative number, any will do.
+
+    >>> check("rosenbrock", load("rosenbrock").Config(steps=0), ["method", "steps"])
+    Traceback (most recent call last):
+    ValueError: the field steps must be at least 1, got 0
+    """
+    usual = [c for preset in get_args(Preset) for c in load(name).cells(preset)]
+    declared = {f.name: f.metadata for f in dataclasses.fields(config)}
+    for key in fields:
+        value, there = getattr(config, key), list(dict.fromkeys(getattr(c, key) for c in usual))
+        if isinstance(value, str) and value not in there:
+            raise ValueError(f"the field {key} is one of {', '.join(there)}, got {value!r}")
+        if type(value) in (int, float):
+            least = declared[key].get("least", min(1 if type(value) is int else 0, *there))
+            if least >= 0 and not value >= least:  # which NaN is not, either
+                raise ValueError(f"the field {key} must be at least {least:g}, got {value!r}")

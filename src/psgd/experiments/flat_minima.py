@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -54,7 +54,7 @@ class Config:
     lr: float = 0.1
     epochs: int = 20
     batch: int = 64
-    fits: int = 1000
+    fits: int = field(default=1000, metadata={"least": 0})
     """Steps that fit the preconditioner at the end."""
     examples: int = 0
     """How many training images to use, from the first; 0 for all."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -48,7 +48,7 @@ class Config:
 
     method: str = "psgd-lra"
     lr: float = 0.1
-    rank: int = 5
+    rank: int = field(default=5, metadata={"least": 0})
     """Of LRA."""
     prob: float = 1.0
     """The fraction of steps that update the preconditioner."""

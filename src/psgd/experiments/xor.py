@@ -25,7 +25,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Config:
     lr: float = 0.01
     net: str = "rnn"
     length: int = 32
-    rank: int = 10
+    rank: int = field(default=10, metadata={"least": 0})
     """Of LRA."""
     iterations: int = 100_000
     hidden: int = 30
