@@ -216,6 +216,33 @@ def test_success_stands_beside_the_papers():
     assert "at length 32: 1 of 1." in text and "the aim" not in text  # which is the RNN's
 
 
+def test_a_missed_aim_is_said_with_its_reasons():
+    text = xor.remarks([made([0.7] * 4, length=55), made([0.7] * 3 + [0.05], ended=True, length=55)])
+    assert "with 2 seeds, one is 50 % of the rate; the budget is 400 iterations where the paper has 100,000" in text
+    assert "solved 3 (results/README.md)" in text
+    text = xor.remarks([made([0.7] * 4 + [0.05], ended=True, length=32), made([0.7] * 3, length=112)])
+    assert "the budget is 300 iterations" in text and "success on shorter sequences took 500 and more" in text
+    assert "one of 40,000 with the authors' settings, had no success either (xor.py)" in text
+
+
+def test_a_budget_is_said_once_if_it_is_one():
+    one, other = made([0.7], length=32), made([0.7], length=55)
+    assert xor.tables([one, other])[0].note.startswith("Runs with success within 100 iterations and within 2 ")
+    note = xor.tables([made([0.7, 0.7], length=55), one])[0].note
+    assert note.startswith("Runs with success within 100, 200 iterations, by length, and within 2 ")
+
+
+def test_trials_that_tell_little_are_named(monkeypatch):
+    found = {"sgd": (0.1, 1.6931), "adam": (0.2, 1.6), "adan": (0.3, 1.6931)}
+    entries = {name: {"lr": lr, "score": score, "trials": 6} for name, (lr, score) in found.items()}
+    monkeypatch.setattr(xor, "read", lambda path: {"xor": entries})
+    text = xor.remarks([made([0.7], method=m, lr=lr) for m, lr in (("sgd", 0.1), ("adam", 0.2), ("adan", 0.9))])
+    assert "of 6 trials, fewer than the 10 with which the search starts at random" in text
+    assert "they tell little: `sgd`." in text  # the rate of adan is not of these trials
+    monkeypatch.setattr(xor, "read", lambda path: {"xor": {"sgd": {"lr": 0.1, "score": 0.2, "trials": 50}}})
+    assert "trial" not in xor.remarks([made([0.7], method="sgd", lr=0.1)])
+
+
 def test_the_trend_of_the_rank():
     rising = [made([0.7], rank=0), made([0.05], rank=10, ended=True)]
     assert "Success grows" in xor_rank.remarks(rising) and "1 with a rank" in xor_rank.remarks(rising)

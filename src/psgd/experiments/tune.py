@@ -34,6 +34,8 @@ from psgd.experiments.provenance import versions
 FILE = Path(__file__).with_name("tuned.json")
 SEED = 1000
 """Of trials: none that experiments report."""
+RANDOM = 10
+"""The first trials of a search, which are random: with one seed, they are the same for all methods of one range."""
 
 
 def tuned(experiment: str, method: str) -> float | None:
@@ -131,7 +133,7 @@ def study(name: str, method: str, trials: int, seed: int) -> dict[str, Any]:
             return math.inf
         return found
 
-    search = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    search = optuna.create_study(sampler=optuna.samplers.TPESampler(n_startup_trials=RANDOM, seed=seed))
     if hasattr(experiment, "start"):
         search.enqueue_trial(experiment.start(method))
     search.optimize(objective, n_trials=trials)

@@ -38,7 +38,7 @@ from psgd.experiments.methods import Loss, Preconditioned, Stepper, method
 from psgd.experiments.recurrent import LSTM, RNN, PlainLSTM, PlainRNN
 from psgd.experiments.show import Plot, Points, Table, band, spread
 from psgd.experiments.training import evaluations, restore, snapshot
-from psgd.experiments.tune import tuned
+from psgd.experiments.tune import FILE, RANDOM, read, tuned
 from psgd.probes import generator
 
 TITLE = "Delayed XOR, RNN"
@@ -282,11 +282,13 @@ def tables(results: Sequence[Result]) -> list[Table]:
             row += [rate(here) if here else None, paper[LENGTHS.index(length)] if paper and length in LENGTHS else None]
         rows.append(row)
     columns = ["method", *(text for length in lengths for text in (f"{length}", f"{length}, paper"))]
-    budgets = {length: max(r.config.iterations for r in here) for (length,), here in grouped(results, "length").items()}
-    within = ", ".join(f"{budgets[length]:,}" for length in lengths)
+    by_length = sorted(grouped(results, "length").items())
+    budgets = {length: max(r.config.iterations for r in here) for (length,), here in by_length}
+    several = len(set(budgets.values())) > 1
+    within = ", ".join(f"{n:,}" for n in (budgets.values() if several else set(budgets.values())))
     note = (
-        f"Runs with success within {within} iterations, by length, and within {EVALUATIONS} gradients or products for "
-        "each of them; the paper's rates are of 100,000 iterations."
+        f"Runs with success within {within} iterations{', by length,' if several else ''} and within {EVALUATIONS} "
+        "gradients or products for each of them; the paper's rates are of 100,000 iterations."
     )
     return [Table("Success", columns, rows, note), costs(by_cell)]
 
@@ -353,7 +355,8 @@ def remarks(results: Sequence[Result]) -> str:
     said = []
     for (name, length), found in by_cell.items():
         if name in PRECONDITIONERS and length in AIMS:
-            said.append(f"- `{name}` at length {length}: {rate(found)}{verdict(found, AIMS[length])}.")
+            shorter = [r for (m, n), runs in by_cell.items() if m == name and n < length for r in runs]
+            said.append(f"- `{name}` at length {length}: {rate(found)}{verdict(found, AIMS[length], shorter)}.")
     others = {key: found for key, found in by_cell.items() if key[0] not in PRECONDITIONERS}
     won = [
         f"`{name}` at {length} ({rate(found)})" for (name, length), found in others.items() if any(map(solved, found))
@@ -374,6 +377,7 @@ def remarks(results: Sequence[Result]) -> str:
             "- `psgd-lra-ours` was chosen by trials on seed 0 at lengths 32 and 55; the authors' settings were not "
             "chosen here, and the others' rates by `psgd tune`, on a seed that is not reported."
         )
+    said += trials(results)
     short = [r for r in finished(results) if r.config.iterations < 100_000]
     if short:
         budgets = ", ".join(f"{n:,}" for n in sorted({r.config.iterations for r in short}))
@@ -387,13 +391,55 @@ AIMS = {32: 4, 55: 4, 64: 4, 112: 3}
 """How many of five seeds PSGD should solve with the RNN."""
 
 
-def verdict(found: Sequence[Result], aim: int) -> str:
-    """Say whether runs with the RNN meet an aim, and if not, how far those without success have come."""
-    if found[0].config.net != "rnn":
+EARLIER = {
+    55: "runs of these seeds on another machine solved 3 (results/README.md), and runs of 20,000 iterations none later",
+    64: "runs of these seeds on another machine solved 4 (results/README.md), and runs of 20,000 iterations none later",
+    112: "runs of 10,000 iterations, and one of 40,000 with the authors' settings, had no success either (xor.py)",
+}
+"""What is recorded of runs of PSGD with the RNN that are not kept, and where."""
+
+
+def verdict(found: Sequence[Result], aim: int, shorter: Sequence[Result] = ()) -> str:
+    """Say whether runs with the RNN meet an aim, and if not, how far they have come, and what was against them."""
+    config = found[0].config
+    if config.net != "rnn":
         return ""
     if 5 * sum(map(solved, found)) / len(found) >= aim:
         return f", meets the aim of {aim} of 5"
     failed = [r for r in found if not solved(r)]
     stuck = sum(not r.series("loss") or r.last("loss") > STUCK for r in failed)
     begun = "at log 2 still, where nothing is understood" if stuck else "on their way down from log 2"
-    return f", misses the aim of {aim} of 5: without success, {stuck or len(failed)} of {len(failed)} are {begun}"
+    took = [iterations(r) for r in shorter if solved(r)]
+    reasons = [f"with {len(found)} seeds, one is {100 / len(found):.0f} % of the rate"]
+    if config.iterations < 100_000:
+        reasons.append(f"the budget is {config.iterations:,} iterations where the paper has 100,000")
+    if took and min(took) > config.iterations:
+        reasons.append(f"success on shorter sequences took {min(took):,} and more")
+    before = EARLIER.get(config.length) if config.method == "psgd-lra" else None
+    return (
+        f", misses the aim of {aim} of 5: without success, {stuck or len(failed)} of {len(failed)} are {begun}. Likely "
+        f"reasons: {'; '.join(reasons)}" + (f". Earlier {before}" if before else "")
+    )
+
+
+def trials(results: Sequence[Result]) -> list[str]:
+    """Say what the trials of rates were worth, as far as they are those that tuned.json tells of."""
+    entries = {}
+    for (name,), found in grouped(results, "method").items():
+        config = found[0].config
+        entry = read(FILE).get({"rnn": "xor", "lstm": "xor-lstm"}[config.net], {}).get(name)
+        if entry is not None and entry["lr"] == config.lr:
+            entries[name] = entry
+    said = []
+    few = max((entry["trials"] for entry in entries.values()), default=RANDOM)
+    if few < RANDOM:
+        said.append(
+            f"- The others' rates are of {few} trials, fewer than the {RANDOM} with which the search starts at random: "
+            "methods of equal range tried the same rates, and some have the same one."
+        )
+    stuck = [f"`{name}`" for name, entry in entries.items() if entry["score"] > 1 + STUCK]
+    if stuck:
+        said.append(
+            f"- No trial of these came below {STUCK:.3f}, 99 % of log 2, so that they tell little: {', '.join(stuck)}."
+        )
+    return said
