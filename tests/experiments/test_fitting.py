@@ -140,6 +140,8 @@ def test_each_hessian_has_the_group_made_for_it():
     }.items():
         assert conditions[group][column] < 1.2
         assert conditions["none"][column] > 50
+    text = fitting_structure.remarks(results)
+    assert "no numbers to compare with" in text and "blocks: Blocks(2, Dense())" in text
     (heat,) = fitting_structure.plots(results)[0].marks
     assert isinstance(heat, HeatMap)
     assert len(heat.values) == len(results)

@@ -43,6 +43,19 @@ def test_a_pair_is_of_one_seed():
     assert flat_minima.tables(found)[1].rows == [("PSGD below adam", "0 of 1", "0 of 1", "0 of 1")]
 
 
+def test_what_is_not_as_in_the_paper_is_said_with_its_size():
+    def end(method: str, x: float, flat: float) -> Result:
+        values = {"test_error": x, "cross_entropy": x, "half_log_det_h": flat}
+        return Result(flat_minima.Config(method), 0, [{"step": 1, **values}])
+
+    ours = end("psgd-lra", 1.0, -100.0)
+    as_flat = flat_minima.remarks([ours, end("asam", 2.0, -101.0)])
+    assert "−log det Q is -100 for PSGD and -101 for asam, so that asam finds minima as flat" in as_flat
+    flatter = flat_minima.remarks([ours, end("asam", 2.0, -200.0)])
+    assert "-200 for asam." in flatter
+    assert flat_minima.remarks([ours, end("adam", 2.0, -50.0)]).endswith("As in the paper.")
+
+
 def test_measuring_moves_nothing_and_is_a_function_of_the_seed():
     model, train = LeNet5(generator(0)), task("digits", examples=256).train
     before = [p.detach().clone() for p in model.parameters()]

@@ -94,20 +94,36 @@ def line(results: Sequence[Result], key: str) -> Line:
     return band(key, [([v["step"] for v in r.records if key in v], r.series(key)) for r in results], log=True)
 
 
+STILL = 0.1
+"""What changes by less than this fraction stands still."""
+
+
 def remarks(results: Sequence[Result]) -> str:
-    """Say where the extremes rise and fall."""
+    """Say which of the paper's claims on the extremes hold."""
+    return "\n".join(f"- {remark(r)}" for r in results if len(r.series("largest")) >= 4)
+
+
+def remark(result: Result) -> str:
+    """Say it of one run."""
+    largest, smallest, losses = (result.series(key) for key in ("largest", "smallest", "train_loss"))
+    third, tenth = len(largest) * 2 // 3, max(1, len(largest) // 10)
+    rise, last = largest[-1] / largest[third], smallest[-1] / smallest[third]
+    low, high = min(smallest[:tenth]), max(largest)
+    drops = sum(b < (1 - STILL) * a for a, b in itertools.pairwise(smallest))
+    fall = losses[len(losses) * 2 // 3] / losses[-1] if losses else math.nan
+    claims = {
+        f"the largest rises (from {largest[0]:.3g} to {largest[-1]:.3g})": largest[-1] > largest[0],
+        f"the largest saturates (here it is {rise:.2f} times that at two thirds of the run, {high:.3g} at its highest, "
+        f"while the training loss falls by another factor of {fall:.2f})": rise < 1 + STILL,
+        f"the smallest rises at first (here from 1 to {low:.3g} at its lowest, in the first tenth)": low > 1 - STILL,
+        f"the smallest drops now and then (by a tenth or more between two looks {drops} times)": drops > 0,
+        f"the smallest rises in the last stage (to {smallest[-1]:.3g}, {last:.2f} times that at two thirds)": last
+        > 1 + STILL,
+    }
     said = []
-    for r in results:
-        largest, smallest = r.series("largest"), r.series("smallest")
-        if len(largest) < 4:
-            continue
-        drops = sum(b < 0.9 * a for a, b in itertools.pairwise(smallest))
-        third = len(smallest) * 2 // 3
-        said.append(
-            f"- `{r.config.method}`, seed {r.seed}: the largest eigenvalue is {largest[-1]:.3g} at the end, "
-            f"{largest[-1] / largest[third]:.2f} times that at two thirds of the run; the smallest is "
-            f"{smallest[-1]:.3g}, "
-            f"{smallest[-1] / smallest[third]:.2f} times that at two thirds, after falling by a tenth or more between "
-            f"two looks {drops} times."
-        )
-    return "\n".join(said)
+    for wanted, name in ((True, "hold"), (False, "do not hold")):
+        found = [claim for claim, holds in claims.items() if holds is wanted]
+        said += [f"{name}: {'; '.join(found)}"] if found else []
+    return (
+        f"`{result.config.method}`, seed {result.seed}. Of the paper's claims on eigenvalues {'. These '.join(said)}."
+    )
