@@ -64,6 +64,20 @@ def test_what_is_missing_is_said(pages: Path) -> None:
     assert "No data yet." in text and "No rows yet." in text  # the error of methods that are not there
 
 
+def test_seconds_are_said_to_be_of_the_processors_that_the_cells_name(page: Path, tmp_path: Path) -> None:
+    assert "Wall time of runs; gradients" in without_scripts(page)  # which say none
+    for names, said in (
+        (["A"], "Wall time of runs, on A; gradients"),
+        (["A", "B"], "Wall time of runs, on A and B: seconds do not compare across these; gradients"),
+    ):
+        directory = demo.leave(tmp_path / "-".join(names))
+        lines = store.read_lines(directory / store.CELLS)
+        (directory / store.CELLS).unlink()
+        for i, line in enumerate(lines):
+            store.append_line(directory / store.CELLS, {**line, "processor": names[i % len(names)]})
+        assert said in without_scripts(report.write([directory]))
+
+
 def test_an_experiment_that_fails_on_half_of_its_results_still_has_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

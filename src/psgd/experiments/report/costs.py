@@ -11,8 +11,12 @@ from psgd.experiments.experiment import Result
 from psgd.experiments.show import Table, spread
 
 
-def costs(results: Sequence[Result]) -> Table:
+def costs(results: Sequence[Result], processors: Sequence[str] = ()) -> Table:
     """Return what each method took: per run, and in all.
+
+    Args:
+        results: Of the runs.
+        processors: Those they ran on, each once, as far as is known.
 
     >>> @dataclasses.dataclass
     ... class Config:
@@ -37,7 +41,9 @@ def costs(results: Sequence[Result]) -> Table:
         for name, runs in methods.items()
     ]
     columns = ["method", "runs", "seeds", "seconds per run", "gradients", "Hessian products", "seconds in all"]
-    note = "Wall time of runs side by side on one machine; gradients and products of one batch, the median over runs."
+    where = f", on {' and '.join(processors)}" if processors else ""
+    unlike = ": seconds do not compare across these" if len(processors) > 1 else ""
+    note = f"Wall time of runs{where}{unlike}; gradients and products of one batch, the median over runs."
     return Table("Cost", columns, rows, note)
 
 

@@ -37,6 +37,8 @@ class Chapter:
     remarks: str
     troubles: list[str] = field(default_factory=list)
     """What could not be shown, and why; and what is shown as one, but is not."""
+    processors: Sequence[str] = ()
+    """Those that the cells ran on."""
 
 
 def write(directories: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -49,7 +51,8 @@ def write(directories: Sequence[str | Path], out: str | Path | None = None) -> P
     if not directories:
         raise ValueError("a report needs at least one run, got none")
     path = Path(out) if out is not None else Path(directories[0]) / "report.html"
-    chapters = distinct([chapter(store.load(d), f"run-{i}") for i, d in enumerate(directories, 1)], directories)
+    made = [replace(chapter(store.load(d), f"run-{i}"), processors=processors(d)) for i, d in enumerate(directories, 1)]
+    chapters = distinct(made, directories)
     path.parent.mkdir(parents=True, exist_ok=True)
     with store.replacing(path) as file:
         file.write(page(chapters).encode())
@@ -74,6 +77,12 @@ def chapter(run: store.Run, id_: str) -> Chapter:
     tables: list[Table] = told(module.tables, [])
     plots: list[Plot] = told(module.plots, [])
     return Chapter(id_, module.TITLE, about, run, tables, plots, told(module.remarks, ""), troubles)
+
+
+def processors(directory: str | Path) -> list[str]:
+    """Return the processors that the cells of a run say they ran on, each once."""
+    lines = store.read_lines(Path(directory) / store.CELLS)
+    return list(dict.fromkeys(line["processor"] for line in lines if line.get("processor")))
 
 
 def distinct(chapters: Sequence[Chapter], directories: Sequence[str | Path]) -> list[Chapter]:
@@ -158,7 +167,7 @@ def section(c: Chapter, *, alone: bool) -> str:
     known = looks(c.plots)
     parts += [picture(plot, known, f"{c.id}-plot-{i}") for i, plot in enumerate(c.plots)]
     if c.run.results:
-        parts.append(fragments.table(costs(c.run.results), heading="h3", id_=f"{c.id}-cost"))
+        parts.append(fragments.table(costs(c.run.results, c.processors), heading="h3", id_=f"{c.id}-cost"))
     parts.append(provenance(c))
     return f'<section id="{c.id}">\n{title}' + "\n".join(parts) + "\n</section>\n"
 
