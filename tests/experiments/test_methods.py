@@ -4,6 +4,7 @@ import io
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 import psgd
 from psgd.experiments.methods import METHODS, Loss, method, preconditioned, unrounded
-from psgd.experiments.steppers import KFAC, HessianFree, likelihood, noise
+from psgd.experiments.steppers import KFAC, WITHOUT_DEPENDENCIES, HessianFree, likelihood, noise
 from psgd.experiments.training import restore, snapshot
 
 TWICE = {"sam", "asam", "kfac"}
@@ -185,7 +186,37 @@ for name, method in METHODS.items():
     said = dict(line.split(" | ") for line in found.splitlines())
     others = {"torch", "psgd"}
     assert said.keys() == {name for name, m in METHODS.items() if m.source not in others}
-    assert said["adan"] == "this method needs the package pytorch-optimizer: pip install 'psgd[experiments]'"
+    assert said["adan"] == (
+        "this method needs the package pytorch-optimizer, but the module pytorch_optimizer cannot be imported: "
+        "pip install 'psgd[experiments]'"
+    )
+    assert said["kfac"].endswith(f" && pip install --no-deps {WITHOUT_DEPENDENCIES['curvlinops-for-pytorch']}")
+
+
+def test_the_module_that_is_missing_is_named_if_it_is_another_packages():
+    pytest.importorskip("curvlinops")
+    script = """
+import sys
+sys.modules["einops"] = None
+from torch import nn
+from psgd.experiments.methods import method
+try:
+    method("kfac").build(nn.Linear(2, 2), 0.1)
+except ImportError as e:
+    print(e)
+"""
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert (
+        "but the module einops cannot be imported: pip install" in said and " einops " in said.partition("--no-deps")[2]
+    )
+
+
+def test_what_methods_say_is_to_be_installed_is_what_run_installs_and_the_page_says():
+    root = Path(__file__).parents[2]
+    run, page = ((root / name).read_text(encoding="utf-8") for name in ("run", "docs/laboratory.md"))
+    for packages in WITHOUT_DEPENDENCIES.values():
+        assert set(packages.split()) <= set(run.partition("--no-deps")[2].split())
+        assert set(packages.split()) <= set(page.partition("--no-deps")[2].split())
 
 
 # --- K-FAC

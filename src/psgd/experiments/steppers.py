@@ -381,16 +381,24 @@ def quiet() -> Iterator[None]:
         yield
 
 
-WITHOUT_DEPENDENCIES = ("curvlinops-for-pytorch", "heavyball")
+WITHOUT_DEPENDENCIES = {
+    "curvlinops-for-pytorch": (
+        "curvlinops-for-pytorch backpack-for-pytorch einconv einops linear-operator opt-einsum unfoldnd"
+    ),
+    "heavyball": "heavyball opt-einsum",
+}
+"""What to install with --no-deps, as ./run does: these ask for much that is not used, torchvision among it."""
 
 
 def imported(module: str, package: str) -> Any:
-    """Import a module of a package that is needed only here, or say how to install it."""
+    """Import a module of a package that is needed only here, or say what is missing and how to install it."""
     try:
         with quiet():  # about what packages do on import, deprecated in this torch
             return importlib.import_module(module)
     except ImportError as e:
-        alone = package in WITHOUT_DEPENDENCIES  # they ask for much that is not used, torchvision among it
-        how = f"pip install --no-deps, as ./run does, {package}" if alone else "pip install 'psgd[experiments]'"
-        message = f"this method needs the package {package}: {how}"
+        how = "pip install 'psgd[experiments]'"
+        if package in WITHOUT_DEPENDENCIES:
+            how += f" && pip install --no-deps {WITHOUT_DEPENDENCIES[package]}"
+        missing = e.name or module
+        message = f"this method needs the package {package}, but the module {missing} cannot be imported: {how}"
         raise ImportError(message) from e
