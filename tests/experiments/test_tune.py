@@ -10,7 +10,7 @@ import pytest
 from experiments import tiny
 from frame import NAME
 
-from psgd.experiments import tune, xor
+from psgd.experiments import provenance, tune, xor
 from psgd.experiments.pool import Outcome, attempt
 
 
@@ -34,6 +34,7 @@ def test_a_search_finds_a_good_rate_and_is_a_function_of_its_seed():
     assert found["score"] == tiny.score(trial({"lr": found["lr"]}))
     assert found["command"] == f"psgd tune {NAME} sgd --trials 12 --seed 3"
     assert {"psgd", "torch", "optuna"} <= set(found["versions"])
+    assert found["processor"] == provenance.processor()  # whose roundings lead the search
 
 
 def test_an_experiment_may_have_ranges_of_its_own(monkeypatch):

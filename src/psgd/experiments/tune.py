@@ -4,7 +4,8 @@ The search is log-uniform over the method's range, or the experiment's own if it
 functions `ranges(method)` and `start(method)` has several fields of its config tuned together, from a first trial on.
 One with a function `further(method, fields, scores)` has what was found by short trials tried again: it returns the
 next config to try, given the scores of those before, or None. What a search minimizes is the experiment's `score`, of
-validation data. It is a function of (experiment, method, trials, seed).
+validation data. It is a function of (experiment, method, trials, seed) on one processor, by one set of versions:
+elsewhere other roundings may lead the search to other rates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from psgd.experiments import store
 from psgd.experiments.experiment import Result, load
 from psgd.experiments.methods import method as find
 from psgd.experiments.pool import Outcome, Pool
-from psgd.experiments.provenance import versions
+from psgd.experiments.provenance import processor, versions
 
 FILE = Path(__file__).with_name("tuned.json")
 SEED = 1000
@@ -156,6 +157,7 @@ def study(name: str, method: str, trials: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "command": f"psgd tune {name} {method} --trials {trials} --seed {seed}",
         "versions": {k: v for k, v in versions().items() if k in ("psgd", "python", "torch", "optuna", source(method))},
+        "processor": processor(),
     }
 
 
