@@ -253,7 +253,7 @@ def remarks(results: Sequence[Result]) -> str:
                 f"SGD's ({compared[1]}){trend(grouped[name], grouped['sgd'])}."
             )
         if ours and (differ := differences(grouped[ours[0]])):
-            said.append(f"- {pixels} pixels: likely reasons for what is missing are {differ}.")
+            said.append(f"- {pixels} pixels: unlike the paper, and likely reasons for what is missing: {differ}.")
     return "\n".join(said)
 
 
