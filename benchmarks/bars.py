@@ -45,6 +45,7 @@ BARS = (
     *iteration(title(GPT_), "psgd lra(10)", 1.30, "above 2 of SGD"),
     *iteration(title(GPT_), "psgd kron", 1.35, "1.6 of SGD"),
     *iteration(title(GPT_), "psgd kron along short axes", 1.35, "1.6 of SGD"),
+    *iteration(title(GPT_), "psgd kron in bfloat16", 1.35, "1.6 of SGD"),
 )
 
 

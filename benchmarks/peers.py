@@ -218,10 +218,12 @@ def our_contestants() -> list[Contestant]:
         f"lra({RANK})": psgd.lra(RANK),
         "kron": psgd.kron(),
         "kron along short axes": psgd.kron(max_skew=1.0),
+        "kron in bfloat16": psgd.kron(products=torch.bfloat16),
     }
     found = []
     for name, group in groups.items():
         family = name.replace("(", " ").split()[0].lower()
+        coarse = "bfloat16" in name  # which no peer does by default: it is shown, and held against none
         whiten = psgd.whiten_momentum if family == "kron" else psgd.whiten
         for source, curvature in (
             ("hessian", psgd.hessian),
@@ -234,8 +236,9 @@ def our_contestants() -> list[Contestant]:
                 label = f"psgd {name}, {source}" + ", compiled" * compiled
                 build = ours(group, curvature, compiled=compiled)
                 twice = source == "hessian"
-                found.append(Contestant(label, build, (fitted,), twice=twice, given=not newton, compiles=compiled))
-            if source != "hessian":
+                families = () if coarse else (fitted,)
+                found.append(Contestant(label, build, families, twice=twice, given=not newton, compiles=compiled))
+            if source != "hessian" and not coarse:
                 bare = ours(group, curvature, **BARE)
                 found.append(Contestant(f"psgd {name}, {source}, bare", bare, (f"{fitted}, bare",), given=not newton))
     return found

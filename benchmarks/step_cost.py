@@ -9,6 +9,7 @@ step with and one without an update, on given gradients, by whitening where it c
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -24,6 +25,7 @@ from timing import Task, Timing, contest, progress, silence
 from torch import Tensor, nn
 
 import psgd
+from psgd.kron import Kron
 from psgd.probes import generator
 
 
@@ -124,10 +126,13 @@ def our_parts(
     return build
 
 
-def kron(given: Pairs) -> psgd.Group:
+def kron(given: Pairs, rule: Kron = psgd.kron()) -> psgd.Group:  # noqa: B008 - frozen
     """Return the group of equal matrices side by side, as the optimizer makes it."""
-    one = psgd.kron()(given.matrix)
+    one = rule(given.matrix)
     return psgd.Blocks(math.prod(given.matrix), one) if given.count > 1 else one
+
+
+TRIANGULAR, COARSE = psgd.kron(psgd.Triangular()), psgd.kron(products=torch.bfloat16)
 
 
 # --- psgd-torch, by its functions with its classes' default options
@@ -210,10 +215,13 @@ def separables() -> Iterator[Separable]:
         f"psgd lra({RANK})": (lambda given: psgd.lra(RANK), "fit", ("lra",), 8 * RANK),
         "psgd kron": (kron, "fit", ("kron Newton",), 30),
         "psgd kron, whitening": (kron, "whiten", ("kron whitening",), 30),
+        "psgd kron, triangular": (functools.partial(kron, rule=TRIANGULAR), "fit", ("kron Newton",), 30),
+        # which no peer does by default: it is shown, and held against none
+        "psgd kron in bfloat16, whitening": (functools.partial(kron, rule=COARSE), "whiten", (), 30),
     }
     for name, (group, method, families, copies) in groups.items():
         yield Separable(name, our_parts(group, method), families, copies)
-        if "lra" in name:  # which `opt.compile()` leaves alone at such sizes
+        if "lra" in name or "triangular" in name:  # the one is left alone at such sizes, the other solves
             continue
         yield Separable(f"{name}, compiled", our_parts(group, method, compiled=True), families, copies, compiles=True)
     both = ("kron Newton", "kron whitening")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psgd
+from psgd.experiments.steppers import WITHOUT_DEPENDENCIES
 
 
 def describe(**asked: Any) -> dict[str, Any]:
@@ -62,10 +63,6 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-BASELINES = ("curvlinops-for-pytorch", "heavyball")
-"""Packages that are installed without what they ask for, and so not as requirements."""
-
-
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python, of this package, and of all that its experiments may use and is installed.
@@ -76,7 +73,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "psgd": psgd.__version__}
     others = re.compile(r"extra == ['\"](dev|docs|frameworks)['\"]")
     required = [r for r in importlib.metadata.requires("psgd") or [] if not others.search(r)]
-    for name in (*(re.split(r"[^\w.-]", r)[0] for r in required), *BASELINES):
+    for name in (*(re.split(r"[^\w.-]", r)[0] for r in required), *WITHOUT_DEPENDENCIES):
         if name == "psgd":
             continue
         try:

@@ -27,7 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ class Config:
     method: str = "psgd-kron"
     lr: float = 1e-3
     iterations: int = 5000
-    warmup: int = 100
+    warmup: int = field(default=100, metadata={"least": 0})
     """Iterations in which the rate rises."""
     batch: int = 16
     block: int = 128
