@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from psgd.experiments.gpt import GPT
 from psgd.experiments.methods import Loss
 from psgd.probes import generator
 
-METHODS = ("adamw", "psgd-kron", "psgd-lra", "psgd-xmat")
+METHODS: Sequence[str] = ("adamw", "psgd-kron", "psgd-lra", "psgd-xmat")
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 
 

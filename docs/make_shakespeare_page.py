@@ -6,6 +6,7 @@ It is written from `psgd run shakespeare-tuned`, after `psgd tune shakespeare` w
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from psgd.experiments.tune import FILE, near_ends, read
 ROOT = Path(__file__).parents[1]
 RUN = ROOT / "results" / "shakespeare-tuned"
 PLOTS = ROOT / "results" / "plots"
+WHITENESS = ROOT / "results" / "bench" / "whiteness" / "whiteness.json"
 
 HEAD = """# A character GPT: who reaches AdamW's loss first?
 
@@ -53,6 +55,21 @@ Of `{ours}`, an update of all factors takes {update:.0f} ms, by the difference t
 them until then: {spent:.0f} s; all else, P m and P itself after an update, takes {rest:.0f} ms of an iteration more
 than `adamw` does. Neither depends on the batch; an iteration of `adamw`, with the gradient of {tokens:,} characters,
 takes {adamw:.0f} ms.
+"""
+
+WHY = """
+## Why the others of ours are behind
+
+`psgd-lra` and `psgd-xmat` have one P for all parameters, and one step size, which no entry may overshoot: the largest
+gradients set it, and where gradients are small P hardly moves. A P that has arrived makes all entries of Pg equally
+large. After {iterations} iterations, [on {batches} more batches](../results/bench/whiteness/whiteness.json), the root
+mean squares of all entries of Pg span, from the {low:.0%} to the {high:.0%} quantile, a factor of {spreads}.
+
+"""
+
+NEWTON = """`psgd-kron-newton` has a rate that its long trials preferred, and that is near the largest it can have: its
+seeds end at {full}, at half of the rate at {half}. The curvature of one batch is not that of the next, and what bounds
+its steps, the root mean square of each tensor's, does not know the loss.
 """
 
 NUMBERS = """
@@ -116,6 +133,7 @@ def page(directory: Path = RUN) -> str:
         + shakespeare_tuned.remarks(run.results)
         + "\n"
         + costs(run.results)
+        + whys(run.results)
         + NUMBERS.format(memory=memory, decay=decay, ends=ends(entries))
         + markdown((*columns, "diverged"), rows)
         + tail(run)
@@ -173,6 +191,26 @@ def costs(results: Sequence[Result], ours: str = "psgd-kron", every: str = "psgd
         tokens=config.batch * config.block,
         adamw=1000 * plain,
     )
+
+
+def whys(results: Sequence[Result], file: Path = WHITENESS) -> str:
+    """Say what is known of why other preconditioners of ours are behind `psgd-kron`."""
+    about = json.loads(file.read_text(encoding="utf-8"))
+    low, high = about["quantiles"][1], about["quantiles"][-2]
+    spreads = {m: found["quantiles"][-2] / found["quantiles"][1] for m, found in about["methods"].items()}
+    said = [f"{number(spread)} with `{m}`" for m, spread in sorted(spreads.items(), key=lambda each: each[1])]
+    listed = f"{', '.join(said[:-1])} and {said[-1]}"
+    text = WHY.format(**{**about, "low": low, "high": high, "spreads": listed})
+    found = shakespeare.by_method(results)
+    full, half = (found.get(f"psgd-kron-newton{part}", []) for part in ("", "-half"))
+    if full and half:
+        text += NEWTON.format(full=endings(full), half=endings(half))
+    return text
+
+
+def endings(results: Sequence[Result]) -> str:
+    """List the last losses."""
+    return ", ".join(number(r.last("validation_loss")) for r in results if r.series("validation_loss"))
 
 
 def pictures() -> str:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import psgd
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
@@ -25,6 +27,7 @@ import peers  # noqa: E402
 import report  # noqa: E402
 import resnet  # noqa: E402
 import step_cost  # noqa: E402
+import whiteness  # noqa: E402
 from measurement import Measurement  # noqa: E402
 from timing import Task, Timing, contest, silence  # noqa: E402
 
@@ -239,6 +242,29 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path):
     assert all(m.value for m in found if m.row == "psgd XMat")
     page = report.markdown({}, found)
     assert "- heavyball PSGDKron, eager: ModuleNotFoundError: No module named 'heavyball'" in page
+
+
+def test_whiteness_is_told_for_every_method(tmp_path):
+    whiteness.main([str(tmp_path), "--quick"])
+    about = json.loads((tmp_path / "whiteness.json").read_text())
+    assert list(about["methods"]) == list(whiteness.METHODS) and about["iterations"] == 4
+    for found in about["methods"].values():
+        assert found["quantiles"] == sorted(found["quantiles"]) and found["quantiles"][2] == pytest.approx(1, rel=0.01)
+
+
+def test_whiteness_is_that_of_the_preconditioned_gradient():
+    p = torch.nn.Parameter(torch.zeros(3))
+    adam, ours = torch.optim.AdamW([p]), psgd.PSGD([p], psgd.Diagonal(), init_scale=1.0, precond_prob=1.0)
+    p.grad = torch.tensor([1.0, 2.0, 4.0])
+    for opt in (adam, ours):
+        opt.step()
+    g = torch.tensor([2.0, 4.0, 8.0])
+    (y,) = whiteness.preconditioner(adam)([p], [g])
+    torch.testing.assert_close(y / y[0], torch.ones(3))
+    (scope,) = ours._scopes()
+    (y,) = whiteness.preconditioner(ours)([p], [g])
+    torch.testing.assert_close(y, scope.point["d"].square() * g)
+    assert not torch.equal(y, g)
 
 
 # --- memory

@@ -295,6 +295,7 @@ def test_the_page_says_what_ran_and_how_it_was_tuned(directory):
     assert headings == [
         "# A character GPT: who reaches AdamW's loss first?",
         "## What it says",
+        "## Why the others of ours are behind",
         "## The four numbers",
     ]
     for said in (
@@ -329,6 +330,19 @@ def test_the_page_says_where_our_seconds_go():
     assert "takes 50 ms, by the difference to `psgd-kron-every`, and there are 50 of them until then: 2 s" in said
     assert "takes 45 ms of an iteration more than `adamw` does" in said  # (17 − 2.5)/100 − 0.1
     assert script().costs([others[0], made_up("muon", (18.0, 30.0)), *ours]) == ""
+
+
+def test_the_page_says_why_others_of_ours_are_behind(tmp_path):
+    file = tmp_path / "whiteness.json"
+    spans = {"psgd-xmat": [0.01, 0.1, 1.0, 5.0, 9.0], "adamw": [0.4, 0.5, 1.0, 1.5, 3.0]}
+    methods = {m: {"quantiles": quantiles} for m, quantiles in spans.items()}
+    about = {"iterations": 70, "batches": 30, "quantiles": [0.01, 0.05, 0.5, 0.95, 0.99], "methods": methods}
+    file.write_text(json.dumps(about))
+    said = " ".join(script().whys([], file).split())
+    assert "After 70 iterations, [on 30 more batches]" in said and "Newton" not in said
+    assert "from the 5% to the 95% quantile, a factor of 3 with `adamw` and 50 with `psgd-xmat`." in said
+    newton = [made_up(f"psgd-kron-newton{part}", (1.0, 2.0)) for part in ("", "-half")]
+    assert "seeds end at 1.5, at half of the rate at 1.5." in " ".join(script().whys(newton, file).split())
 
 
 def test_the_page_shows_the_plots_that_there_are(tmp_path):
