@@ -9,7 +9,19 @@ from psgd.experiments import shakespeare
 from psgd.experiments.experiment import Result
 from psgd.experiments.gpt import GPT, twice_differentiable
 from psgd.experiments.methods import Loss
-from psgd.experiments.shakespeare import BUILDS, TINY, Config, arrivals, babble, batch, by_method, pieces, run, surprise
+from psgd.experiments.shakespeare import (
+    BUILDS,
+    TINY,
+    Config,
+    arrivals,
+    babble,
+    batch,
+    by_method,
+    clocked,
+    pieces,
+    run,
+    surprise,
+)
 from psgd.probes import generator
 
 
@@ -255,8 +267,9 @@ def test_the_first_to_reach_adamws_loss():
     said = shakespeare.remarks(results)
     assert "ends at 1.700 after 1,500 iterations. A first reference point, of one seed and not tuned, has 1.712" in said
     assert "`psgd-kron` reaches that at iteration 500, after 33%" in said
-    assert "meets the aim of 50%; in 55 s, 27% less" in said
-    assert "misses by 17% of AdamW's iterations the aim" in said and "47% more than `muon`" in said
+    assert "meets the aim of 50%; in 55.0 s, 26.7% less than `muon`, the quickest of the others (75.0 s), and" in said
+    assert "misses by 17% of AdamW's iterations the aim" in said and "46.7% more than `muon`" in said
+    assert "a tie" not in said
     assert "`psgd-lra` never reaches that: it ends 1.100 above it" in said and "of the updates" not in said
     every, adaptive = (
         result("psgd-kron-every", [1.7, 1.55], often=1),
@@ -271,6 +284,17 @@ def test_the_first_to_reach_adamws_loss():
     by_step, by_seconds = shakespeare.plots(results)
     assert by_step.marks[0].x == [500, 1000, 1500] and by_seconds.marks[0].x == pytest.approx([50, 100, 150])
     assert list(by_step.marks[0].low) == [3.0, 2.0, 1.6] and by_seconds.marks[0].low == by_step.marks[0].low
+
+
+def test_what_single_seeds_do_not_tell_apart_is_a_tie():
+    others = [result("adamw", [3.0, 2.0, 1.7]), *(result("muon", [1.8, 1.4], ms=ms, seed=ms) for ms in (100, 120))]
+    quicker = [result("psgd-kron", [1.8, 1.4], ms=ms, seed=ms) for ms in (90, 110)]
+    said = shakespeare.remarks([*others, *quicker])
+    assert "in 93.8 s, 9.1% less than `muon`, the quickest of the others (103.1 s), but single" in said
+    assert "take 84.4 to 103.1 and 93.8 to 112.5 s: a tie" in said
+    assert clocked([*quicker, result("psgd-kron", [2.0])], 1.7) == pytest.approx([84.375, 103.125, math.inf])
+    apart = [result("psgd-kron", [1.8, 1.4], ms=ms, seed=ms) for ms in (80, 90)]
+    assert "a tie" not in shakespeare.remarks([*others, *apart])
 
 
 def test_missing_cells_are_shown_as_missing():

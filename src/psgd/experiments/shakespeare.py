@@ -426,13 +426,26 @@ def remarks(results: Sequence[Result]) -> str:
         step, seconds = reached[name]
         part, faster = step / budget, 1 - seconds / others[quickest][1]
         few = "meets" if part <= AIM else f"misses by {part - AIM:.0%} of AdamW's iterations"
-        soon = f"{abs(faster):.0%} {'less' if faster > 0 else 'more'} than `{quickest}`, the quickest of the others"
+        soon = f"{abs(faster):.1%} {'less' if faster > 0 else 'more'} than `{quickest}`, the quickest of the others"
+        mine, theirs = (clocked(found[m], loss) for m in (name, quickest))
+        overlap = max(len(mine), len(theirs)) > 1 and max(min(mine), min(theirs)) <= min(max(mine), max(theirs))
         said.append(
             f"- `{name}` reaches that at iteration {step:,}, after {part:.0%} of `{BASELINE}`'s iterations, and {few} "
-            f"the aim of {AIM:.0%}; in {seconds:.0f} s, {soon} ({others[quickest][1]:.0f} s), and "
-            f"{'meets' if faster > 0 else 'misses'} the aim of less time than any other."
+            f"the aim of {AIM:.0%}; in {seconds:.1f} s, {soon} ({others[quickest][1]:.1f} s), "
+            + (
+                f"but single seeds take {min(mine):.1f} to {max(mine):.1f} and {min(theirs):.1f} to {max(theirs):.1f} "
+                "s: a tie, that neither meets nor misses the aim of less time than any other."
+                if overlap
+                else f"and {'meets' if faster > 0 else 'misses'} the aim of less time than any other."
+            )
         )
     return "\n".join([*said, *variants(found)])
+
+
+def clocked(results: Sequence[Result], loss: float) -> list[float]:
+    """Return the seconds in which single seeds reach a loss; infinite for those that never do."""
+    reached = [curve([r]).reaches(loss) for r in results]
+    return [math.inf if arrival is None else arrival[1] for arrival in reached]
 
 
 def variants(found: dict[str, list[Result]]) -> list[str]:
