@@ -280,6 +280,7 @@ def test_the_first_to_reach_adamws_loss():
     said = shakespeare.remarks([*results, every, adaptive, *short, *elsewhere])
     assert "axis, ends 0.050 above `psgd-kron`, on average over 2 seeds" in said
     assert "With 10% of the updates, `psgd-kron` ends 0.050 below `psgd-kron-every`, on one seed" in said
+    assert "it takes 150 updates, and `psgd-kron-every` 750." in said
     assert "With 20% of the updates, `psgd-kron-adaptive` ends 0.010 above `psgd-kron-every`, on one seed" in said
     by_step, by_seconds = shakespeare.plots(results)
     assert by_step.marks[0].x == [500, 1000, 1500] and by_seconds.marks[0].x == pytest.approx([50, 100, 150])

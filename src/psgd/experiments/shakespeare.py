@@ -458,9 +458,21 @@ def variants(found: dict[str, list[Result]]) -> list[str]:
         if pairs := same_seeds(found, name, "psgd-kron-every"):
             share = pairs[0][0].last("updates") / pairs[0][1].last("updates")
             said.append(f"- With {share:.0%} of the updates, `{name}` ends {difference(pairs)}.")
+            loss = target(found)
+            spent = [] if loss is None else [updates(found[m], loss) for m in (name, "psgd-kron-every")]
+            if spent and None not in spent:
+                said[-1] += f" To AdamW's loss it takes {spent[0]} updates, and `psgd-kron-every` {spent[1]}."
     if pairs := same_seeds(found, "psgd-kron-short", "psgd-kron"):
         said.append(f"- `psgd-kron-short`, with matrices along one axis, ends {difference(pairs)}.")
     return said
+
+
+def updates(results: Sequence[Result], loss: float) -> int | None:
+    """Return the updates that there were, by the last evaluation before a loss is reached on average, or None."""
+    arrival = curve(results).reaches(loss)
+    if arrival is None:
+        return None
+    return max(int(record["updates"]) for record in results[0].records if record["step"] <= arrival[0])
 
 
 def same_seeds(found: dict[str, list[Result]], one: str, other: str) -> list[tuple[Result, Result]]:
