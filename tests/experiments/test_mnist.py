@@ -50,7 +50,8 @@ COST = {"gradients": 1, "products": 1}
 
 @pytest.mark.parametrize(
     ("experiment", "name"),
-    [(e, m) for e in (mnist, digits) for m in ("momentum", "psgd-lra", "psgd-affine")] + [(mnist, "kfac")],
+    [(e, m) for e in (mnist, digits) for m in ("momentum", "psgd-lra", "psgd-affine")]
+    + [(mnist, "kfac"), (digits, "psgd-kron")],
 )
 def test_resuming_anywhere_in_an_epoch_changes_nothing(experiment, name):
     config = smaller(experiment.cells("quick")[0], method=name, lr=0.05, examples=192, epochs=2)
