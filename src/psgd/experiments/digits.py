@@ -3,8 +3,8 @@
 Not of the paper. 4,000 images to learn from and 1,000 to be judged by; 20 epochs of batches of 64, the rate annealed to
 a hundredth. `momentum` is SGD with a momentum of 0.9. PSGD has the package's defaults, whatever the group: Hessian
 products in the first 100 steps and in every tenth after that, momentum 0.9. The products are exact by
-`curvature=psgd.hessian`: from biases of zero, blank corners of an image sit on the kinks of ReLUs, where the default, at
-its first look, may find that finite differences disagree, and choose those. `psgd-affine` has the paper's Kronecker
+`curvature=psgd.hessian`: from biases of zero, blank corners of an image sit on the kinks of ReLUs, where the default,
+at its first look, may find that finite differences disagree, and choose those. `psgd-affine` has the paper's Kronecker
 factors; `psgd-kron` has those of `psgd.kron()`, with the options of `psgd.like_adamw` but its decay: it whitens
 gradients, and takes no Hessian products. All rates are tuned alike, on 800 of the 4,000 images.
 """
