@@ -294,6 +294,8 @@ def test_what_single_seeds_do_not_tell_apart_is_a_tie():
     assert "in 93.8 s, 9.1% less than `muon`, the quickest of the others (103.1 s), but single" in said
     assert "take 84.4 to 103.1 and 93.8 to 112.5 s: a tie" in said
     assert clocked([*quicker, result("psgd-kron", [2.0])], 1.7) == pytest.approx([84.375, 103.125, math.inf])
+    coarse = [result("psgd-kron-bfloat16", [1.8, 1.4], ms=50)]
+    assert "not like with like" in shakespeare.remarks([*others, *coarse]) and "not like with like" not in said
     apart = [result("psgd-kron", [1.8, 1.4], ms=ms, seed=ms) for ms in (80, 90)]
     assert "a tie" not in shakespeare.remarks([*others, *apart])
 

@@ -345,6 +345,13 @@ def test_the_page_says_why_others_of_ours_are_behind(tmp_path):
     assert "seeds end at 1.5, at half of the rate at 1.5." in " ".join(script().whys(newton, file).split())
 
 
+def test_the_page_says_what_bfloat16_would_save_muon(tmp_path):
+    file, table = tmp_path / "bench.json", "Iteration, GPT of some parameters"
+    rows = {"pytorch_optimizer Muon": 0.02, "pytorch_optimizer Muon, float32": 0.05}
+    file.write_text(json.dumps({"measurements": [{"table": table, "row": r, "seconds": s} for r, s in rows.items()]}))
+    assert script().saved(file) == pytest.approx(0.03)
+
+
 def test_the_page_shows_the_plots_that_there_are(tmp_path):
     module, picture = script(), "shakespeare-tuned-tiny-shakespeare-by-time.png"
     module.PLOTS = tmp_path

@@ -438,6 +438,11 @@ def remarks(results: Sequence[Result]) -> str:
                 if overlap
                 else f"and {'meets' if faster > 0 else 'misses'} the aim of less time than any other."
             )
+            + (
+                " That is not like with like: the others multiply in float32, also Muon, whose package would not."
+                if "bfloat16" in name
+                else ""
+            )
         )
     return "\n".join([*said, *variants(found)])
 

@@ -15,9 +15,9 @@ unless half was better. The numbers are:
 
 `psgd-kron` is `psgd.kron()` with the options of `psgd.like_adamw`; `psgd-kron-newton` takes exact Hessian products, on
 half as many iterations (`-half`: at half of its rate); `psgd-lra` and `psgd-xmat` whiten the gradient, with PSGD's
-defaults. At the numbers of `psgd-kron`, `psgd-kron-bfloat16` multiplies matrices in bfloat16, as Muon's package does,
-`psgd-kron-short` has a matrix along the shorter axis alone (128 of 512×128), `psgd-kron-every` updates its factors in
-every iteration, and `psgd-kron-adaptive` pauses while the fit is good.
+defaults. At the numbers of `psgd-kron`, `psgd-kron-bfloat16` multiplies matrices in bfloat16 (nobody else does: Muon's
+package would, but not here on a CPU), `psgd-kron-short` has a matrix along the shorter axis alone (128 of 512×128),
+`psgd-kron-every` updates its factors in every iteration, and `psgd-kron-adaptive` pauses while the fit is good.
 
 The aim is that of `shakespeare`: AdamW's last loss in half of its iterations, and in less time than any other method.
 """
