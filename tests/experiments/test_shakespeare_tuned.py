@@ -155,14 +155,23 @@ def test_two_averages(name):
     assert options.get("shampoo_beta") is None  # that is, β₂
 
 
-def test_muon_and_its_adamw():
-    matrices, rest = groups("muon")
+@pytest.mark.parametrize("name", ["muon", "muon-bfloat16"])
+def test_muon_and_its_adamw(name):
+    matrices, rest = groups(name)
     assert matrices["use_muon"] and not rest["use_muon"]
     assert matrices["lr"] == 0.004 and rest["lr"] == pytest.approx(0.004 / 5)
     assert matrices["momentum"] == pytest.approx(0.875) and rest["betas"] == (0.9, 0.95)
     assert matrices["weight_decay"] == rest["weight_decay"] == 0.03
     assert matrices["weight_decouple"] and rest["weight_decouple"]
     assert all(p.ndim == 2 for p in matrices["params"]) and len(rest["params"]) == 7
+
+
+def test_muon_in_bfloat16_is_the_packages():
+    package = pytest.importorskip("pytorch_optimizer", reason="Muon comes with pytorch_optimizer")
+    kinds = {name: type(tiny(name).stepper(network(), 0).optimizer) for name in ("muon", "muon-bfloat16")}
+    assert kinds["muon-bfloat16"] is package.Muon and kinds["muon"] is not package.Muon
+    one, other = (finished(shakespeare_tuned, tiny(name, iterations=10)).last("train_loss") for name in kinds)
+    assert one != other and one == pytest.approx(other, rel=0.02)
 
 
 def test_the_factors_of_heavyball():

@@ -129,10 +129,11 @@ modern("soap", "SOAP", (1e-4, 1e-1))
 modern("lion", "Lion", (1e-6, 1e-2))
 
 
-def muon(model: nn.Module, lr: float, seed: int = 0, *, rest_lr: float = 3e-4 / 2e-2) -> Stepper:
+def muon(model: nn.Module, lr: float, seed: int = 0, *, rest_lr: float = 3e-4 / 2e-2, rounded: bool = False) -> Stepper:
     """Return Muon for matrices that are no embeddings, and its AdamW for the rest.
 
-    The rate of that is `rest_lr` times Muon's: unless given, the ratio of the package's defaults.
+    The rate of that is `rest_lr` times Muon's: unless given, the ratio of the package's defaults. `rounded`: in
+    bfloat16, as the package does, also on a CPU.
     """
     package = imported("pytorch_optimizer", "pytorch-optimizer")
     embeddings = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -144,7 +145,8 @@ def muon(model: nn.Module, lr: float, seed: int = 0, *, rest_lr: float = 3e-4 / 
         {"params": matrices, "lr": lr, "use_muon": True},
         {"params": rest, "lr": lr * rest_lr, "use_muon": False},
     ]
-    return Plain(unrounded(package.Muon)([group for group in groups if group["params"]]), seed)
+    kind = package.Muon if rounded else unrounded(package.Muon)
+    return Plain(kind([group for group in groups if group["params"]]), seed)
 
 
 def unrounded(kind: Any) -> Any:
