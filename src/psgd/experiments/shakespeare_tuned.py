@@ -21,6 +21,7 @@ matrix along the shorter axis alone (128 of 512×128), `psgd-kron-every` updates
 bfloat16 as its package does (`muon` itself does so only on a GPU). Everyone else is in float32.
 
 The aim is that of `shakespeare`: AdamW's last loss in half of its iterations, and in less time than any other method.
+What multiplies in float32 is held against others that do, and then against all; what rounds to bfloat16 against all.
 """
 
 from __future__ import annotations
