@@ -3,10 +3,22 @@
 import pytest
 import torch
 
-from psgd import PSGD, Blocks, Butterfly, Diagonal, Normalized, Smoothed, XMat, linalg, lra
+from psgd import (
+    PSGD,
+    Blocks,
+    Butterfly,
+    Dense,
+    Diagonal,
+    InverseFree,
+    Normalized,
+    Smoothed,
+    XMat,
+    linalg,
+    lra,
+)
 from psgd.group import Group, How
-from psgd.groups import uvd
-from psgd.scope import leaves
+from psgd.groups import blocks, uvd
+from psgd.points import leaves
 
 CASES = [
     (g, n)
@@ -106,6 +118,28 @@ def test_nothing_is_written_over_by_a_step_that_is_not_finite(group, spoiled):
     h[7] = spoiled
     group.fit(q, torch.ones(20), h, out=q)
     assert all(torch.equal(a, b) for a, b in zip(leaves(q), leaves(before), strict=True) if a.ndim)
+
+
+STACKS = [Blocks(4, Dense()), Blocks(10, InverseFree((5, 2), (Dense(), Dense()))), Blocks(5, lra(2))]
+
+
+@pytest.mark.parametrize("piece", [1, 300, blocks.PIECE])
+@pytest.mark.parametrize("group", STACKS, ids=str)
+def test_blocks_are_written_over_piece_by_piece_but_for_those_that_are_not_finite(group, piece, monkeypatch):
+    monkeypatch.setattr(blocks, "PIECE", piece)
+    rng = torch.Generator().manual_seed(0)
+    q = group.init(20, generator=rng)
+    v, h = pair(20, rng, torch.float32)
+    new, out = group.whiten(q, v, h), copied(q)
+    assert group.whiten(out, v, h, out=out) is out
+    for a, b in zip(leaves(new), leaves(out), strict=True):
+        torch.testing.assert_close(a, b)
+    h[7] = torch.nan
+    out, spoiled = copied(q), 7 // group.k
+    group.whiten(out, v, h, out=out)
+    for was, a, b in zip(leaves(q), leaves(new), leaves(out), strict=True):
+        assert torch.equal(was[spoiled], b[spoiled])
+        torch.testing.assert_close(*(torch.cat((t[:spoiled], t[spoiled + 1 :])) for t in (a, b)))
 
 
 def test_a_rate_of_zero_writes_nothing():

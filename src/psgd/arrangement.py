@@ -15,7 +15,8 @@ from psgd.group import Group
 from psgd.groups.padded import Padded
 from psgd.kron import Kron
 from psgd.options import SHARED, ParamGroup
-from psgd.scope import Scope, State, leaves
+from psgd.points import leaves
+from psgd.scope import Scope, State
 from psgd.unit import Unit, placed, real
 
 

@@ -23,7 +23,8 @@ from psgd.groups.low_rank import LowRank
 from psgd.groups.padded import Padded
 from psgd.groups.product import Product
 from psgd.linalg import lift
-from psgd.scope import Fit, Scope, leaves
+from psgd.points import leaves
+from psgd.scope import Fit, Scope
 from psgd.unit import Unit
 
 
@@ -228,7 +229,8 @@ class ShardedScope(Scope):
         where = Where(None, self.dtype, torch.device("meta"), [(0, self.n)])
         return self.group.origin(self.whole, where)
 
-    def precondition(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def precondition(self, x: Tensor, out: Tensor | None = None, uses: float = math.inf) -> Tensor:
+        del uses
         if self._low_rank:
             return uvd.precondition(self.point, x, out, self.across)
         return self.group.precondition(self.point, x, out)

@@ -6,6 +6,7 @@ is the residual aaᵀ − bbᵀ. A group is structure only (a frozen dataclass);
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,14 +16,12 @@ from torch import Tensor
 
 from psgd.across import ALONE, Across
 from psgd.linalg import lift
+from psgd.points import Point as Point
 from psgd.probes import Runs, normal
 from psgd.step_size import Smoothed, StepSize
 
 if TYPE_CHECKING:
     from psgd.groups.product import Product
-
-Point = dict[str, Any]
-"""Coordinates of Q: a string-keyed dict of tensors and of further such dicts."""
 
 DENSE_LIMIT = 4096
 """The largest n for which a matrix is written out to take it apart."""
@@ -127,6 +126,11 @@ class Group(ABC):
     @property
     def orthogonal(self) -> bool:
         """Whether every Q in it is orthogonal, so that it leaves the singular values of a product alone."""
+        return False
+
+    @property
+    def stacks(self) -> bool:
+        """Whether `fitted`, `whitened`, `ready` and `precondition` take stacks, along a leading axis of all tensors."""
         return False
 
     def in_pieces(self, q: Point, *vectors: Tensor) -> bool:
@@ -248,8 +252,9 @@ class Group(ABC):
         """Do what `whiten` says; what groups that need no probe override."""
         return self.fitted(q, v, h, how)
 
-    def ready(self, q: Point) -> Point:
-        """Return what `precondition` may be given instead of q, if it is called often: made once for each q."""
+    def ready(self, q: Point, uses: float = math.inf) -> Point:
+        """Return q with what so many calls of `precondition` would each compute anew; for one, so does a step."""
+        del uses
         return q
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:

@@ -115,12 +115,18 @@ def solve_triangular(a: Tensor, x: Tensor, upper: bool) -> Tensor:
     return y.reshape(x.shape).to(x.dtype)
 
 
-def frobenius(t: Tensor) -> Tensor:
-    """‖T‖_F, a true bound of the spectral norm, tight within √rank."""
+def frobenius(t: Tensor, axes: int | None = None) -> Tensor:
+    """‖T‖_F, a true bound of the spectral norm, tight within √rank; of each T along the last axes, or of all."""
+    over = _last(t, axes)
     if _finer(t):
-        return torch.linalg.vector_norm(t, dtype=torch.float64).float()  # where squares have a place
-    size = magnitude(t)
-    return size * torch.linalg.vector_norm(lift(t) / size)
+        return torch.linalg.vector_norm(t, dim=over, dtype=torch.float64).float()  # where squares have a place
+    size = magnitude(t, axes)
+    return size * torch.linalg.vector_norm(lift(t) / size.view(*size.shape, *[1] * len(over)), dim=over)
+
+
+def _last(t: Tensor, axes: int | None) -> tuple[int, ...]:
+    """Return the last axes, or all."""
+    return tuple(range(-t.ndim if axes is None else -axes, 0))
 
 
 def _finer(t: Tensor) -> bool:
@@ -128,19 +134,20 @@ def _finer(t: Tensor) -> bool:
     return t.dtype != torch.float64 and t.device.type != "mps"
 
 
-def maximum_modulus(t: Tensor) -> Tensor:
+def maximum_modulus(t: Tensor, axes: int | None = None) -> Tensor:
     """max |tᵢ|, in at least float32 so that a bound stays a bound; not finite where an entry is not.
 
-    From the two ends: that reads t twice and writes nothing, where torch's ∞-norm is ten times slower on a CPU.
+    Along the last axes, or of all. From the two ends: that reads t twice and writes nothing, where torch's ∞-norm is
+    ten times slower on a CPU.
     """
-    t = lift(t)
-    return torch.maximum(t.amax(), -t.amin())
+    t, over = lift(t), _last(t, axes)
+    return torch.maximum(t.amax(over), -t.amin(over))
 
 
-def magnitude(t: Tensor) -> Tensor:
+def magnitude(t: Tensor, axes: int | None = None) -> Tensor:
     """max |tᵢ| > 0, to divide by before squaring: float32 has no square of 10²⁰, nor of 10⁻²³."""
     floor = torch.finfo(lift(t).dtype).tiny
-    return maximum_modulus(t).clamp_min(floor) if t.numel() else lift(t).new_ones(())
+    return maximum_modulus(t, axes).clamp_min(floor) if t.numel() else lift(t).new_ones(())
 
 
 def product_norm(t: Tensor, gram: Tensor) -> Tensor:
@@ -159,26 +166,29 @@ def spectral_norm(a: Tensor, width: int = 2, depth: int = 5) -> Tensor:
 
     A Krylov space is spanned from the largest row, pulled two pseudo-random ways, so that no start is orthogonal to
     the leading eigenvectors; on an orthonormal basis of it the largest singular value is found by squaring. A small
-    matrix is squared as it is: n singular values bring the result down to n^(−1/64) at the worst.
+    matrix is squared as it is: n singular values bring the result down to n^(−1/64) at the worst. Of a stack of
+    matrices, the norm of each.
 
     >>> bool((spectral_norm(torch.diag(torch.tensor([1.0, -3.0, 2.0]))) - 3).abs() < 1e-5)
     True
     """
     a, n = lift(a), a.shape[-1]
-    tiny, unit = torch.finfo(a.dtype).tiny, None if _finer(a) else magnitude(a)
+    tiny, unit = torch.finfo(a.dtype).tiny, None if _finer(a) else magnitude(a, 2)[..., None, None]
     if unit is None:  # the squares of A may have no place in its own dtype
-        peak, place = torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).max(0)
+        norms = torch.linalg.vector_norm(a, dim=-1, dtype=torch.float64)
     else:
         a = a / unit
-        peak, place = torch.linalg.vector_norm(a, dim=1).max(0)
-    size = peak.to(a.dtype).clamp_min(tiny)
+        norms = torch.linalg.vector_norm(a, dim=-1)
+    peak, place = norms.max(-1, keepdim=True)
+    size = peak.to(a.dtype).clamp_min(tiny)[..., None]
     # the largest row of A/size has norm 1: neither its powers nor their squares overflow
-    image = a / size if n <= _SMALL else _leading(a, place, size, width, depth)
+    image = a / size if n <= _SMALL else _leading(a, place[..., None], size, width, depth)
     gram = image.mT @ image
-    power = gram / torch.linalg.vector_norm(gram).clamp_min(tiny)  # eigenvalues up to one, one of them at least n^(−½)
-    power = torch.linalg.matrix_power(power, 32)  # the leading eigenvalue is all that is left
-    norm = size * ((power * gram).sum() / power.diagonal().sum().clamp_min(tiny)).sqrt()
-    return norm if unit is None else unit * norm
+    power = gram / torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True).clamp_min(tiny)
+    power = torch.linalg.matrix_power(power, 32)  # from eigenvalues up to one the leading one is all that is left
+    trace = power.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(tiny)
+    norm = size[..., 0, 0] * ((power * gram).sum((-2, -1)) / trace).sqrt()
+    return norm if unit is None else unit[..., 0, 0] * norm
 
 
 _SMALL = 32
@@ -188,14 +198,15 @@ _SMALL = 32
 def _leading(a: Tensor, place: Tensor, size: Tensor, width: int, depth: int) -> Tensor:
     """Return (A/size)B for an orthonormal basis B of the Krylov space; row `place` is the largest, of norm `size`."""
     tiny = torch.finfo(a.dtype).tiny
-    row, noise = a.index_select(0, place.view(1)) / size, _directions(a.shape[-1], width, a.dtype, a.device)
-    x = torch.addmm(noise, row.mT, (row @ noise).sign())
+    noise = _directions(a.shape[-1], width, a.dtype, a.device)
+    row = torch.take_along_dim(a, place, -2) / size
+    x = noise + row.mT * (row @ noise).sign()
     spanned: list[Tensor] = []
     for _ in range(depth):
-        spanned.append(a @ (x / size))
-        x = spanned[-1]
-    krylov = torch.cat(spanned, 1)
-    basis, _ = torch.linalg.qr(krylov / torch.linalg.vector_norm(krylov, dim=0).clamp_min(tiny))
+        x = a @ (x / size)
+        spanned.append(x)
+    krylov = torch.cat(spanned, -1)
+    basis, _ = torch.linalg.qr(krylov / torch.linalg.vector_norm(krylov, dim=-2, keepdim=True).clamp_min(tiny))
     return a @ (basis / size)
 
 

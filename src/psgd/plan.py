@@ -20,7 +20,7 @@ from psgd.groups.diagonal import Diagonal, Scalar
 from psgd.groups.involution import XMat
 from psgd.groups.named import lra
 from psgd.options import ParamGroup, schedule
-from psgd.scope import leaves
+from psgd.points import leaves
 from psgd.unit import real
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from psgd.group import Group, How, Point
 from psgd.groups.blocks import Blocks
 from psgd.groups.involution import Involution
 from psgd.groups.padded import Padded
+from psgd.points import overwrite, stacked, unstacked
 from psgd.probes import generator, mix
 from psgd.unit import Unit, real
 
@@ -31,10 +32,6 @@ Fit = Callable[[Any], Callable[..., Any]]
 
 SCALE = ("level", "pairs")
 """What the initial scale is found from: the largest curvature met, and in how many pairs. By the units' first."""
-
-
-YES = torch.ones(1, dtype=torch.bool)
-"""What was looked at, and holds."""
 
 
 class Scope:
@@ -59,6 +56,8 @@ class Scope:
         self.scale: dict[str, Tensor] = {}  # for each unit
         self.pair: tuple[Tensor, ...] | None = None  # (v, h) of the last fit, once somebody looks: see step_report
         self._ready: Point | None = None
+        self._uses = math.inf
+        """For how many uses that was made."""
         self.fresh = False
         """Whether the point was fitted in this step, and not used since: a function of the step alone."""
         self.settled = False
@@ -162,18 +161,23 @@ class Scope:
 
     # --- what a step asks for
 
-    def precondition(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """P x, perhaps in `out`, which may be x.
+    def precondition(self, x: Tensor, out: Tensor | None = None, uses: float = math.inf) -> Tensor:
+        """P x, perhaps in `out`, which may be x; right after a fit, or else one of so many `uses` until the next.
 
-        Right after a fit, from the point: what is made ready would be used once, if the next step fits again. What is
-        compiled is always given the same.
+        What is compiled is always given the same.
         """
-        if self._ready is None and (self.compiled or not self.fresh):
-            self._ready = self.group.ready(self.point)
-        point, self.fresh = self.point if self._ready is None else self._ready, False
+        uses = 1 if self.fresh and not self.compiled else math.inf if self.compiled else uses
+        if self._ready is None or self._uses != uses:
+            self._ready, self._uses = self.group.ready(self.taken(), uses), uses
+        point, self.fresh = self._ready, False
         if self.compiled and not self.group.in_pieces(point, x):
             return self.compiled((self.group, self.n, "precondition"), self.group.precondition, point, x)
         return self.group.precondition(point, x, out)
+
+    def taken(self) -> Point:
+        """Return the point, perhaps with what P x after the last fit took, as a step does, too; forget the latter."""
+        ready, self._ready = self._ready, None
+        return ready if ready is not None and self._uses == 1 else self.point
 
     def fitted(self, fit: Fit, point: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """Return the point after a step on a pair."""
@@ -205,42 +209,5 @@ class Scope:
 
     def move(self, new: Point, ok: Tensor) -> None:
         """Write a new point in place, or leave the old one for units where `ok` is false or the new is not finite."""
-        moved = [(old, leaf) for old, leaf in zip(leaves(self.point), leaves(new), strict=True) if leaf is not old]
-        count, self._ready = len(self.units), None
-        if self.free and (ok is YES or bool(ok.all())) and all(math.isfinite(leaf.sum()) for _, leaf in moved):
-            for old, leaf in moved:  # the sums tell, unless finite numbers overflow in them
-                old.copy_(leaf)
-            return
-        for leaf in (leaf for _, leaf in moved if leaf.numel()):
-            each = leaf.view(count, -1) if count > 1 else leaf
-            ends = (each.amax(1), each.amin(1)) if count > 1 else (each.amax(), each.amin())
-            ok = ok & ends[0].isfinite() & ends[1].isfinite()  # nothing of n entries is written to find out
-        for old, leaf in moved:
-            fits = ok.view(-1, *[1] * (leaf.ndim - 1)) if count > 1 else ok[0]
-            old.copy_(torch.where(fits, leaf, old))
-
-
-def stacked(points: Sequence[Point]) -> Point:
-    """Stack equal points leaf by leaf."""
-    first = points[0] if points else {}
-    return {
-        k: stacked([q[k] for q in points]) if isinstance(first[k], dict) else torch.stack([q[k] for q in points])
-        for k in first
-    }
-
-
-def unstacked(point: Point, count: int) -> list[Point]:
-    """Return the points of a stack, as views."""
-    found: list[Point] = [{} for _ in range(count)]
-    for key, leaf in point.items():
-        parts = unstacked(leaf, count) if isinstance(leaf, dict) else leaf.unbind()
-        for q, part in zip(found, parts, strict=True):
-            q[key] = part
-    return found
-
-
-def leaves(point: Point) -> Iterator[Tensor]:
-    """Iterate over a point's tensors in the order of their sorted keys."""
-    return itertools.chain.from_iterable(
-        leaves(point[k]) if isinstance(point[k], dict) else (point[k],) for k in sorted(point)
-    )
+        self._ready = None
+        overwrite(self.point, new, ok, len(self.units))

@@ -16,7 +16,8 @@ from psgd.groups.named import lra
 from psgd.groups.padded import Padded
 from psgd.groups.product import Product
 from psgd.plan import members_of
-from psgd.scope import Scope, leaves
+from psgd.points import leaves
+from psgd.scope import Scope
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from psgd.across import ALONE, Across, local
 from psgd.group import How
 from psgd.linalg import lift
 from psgd.options import ParamGroup, schedule
+from psgd.points import YES
 from psgd.probes import mix
 from psgd.schedule import Adaptive
-from psgd.scope import YES, Fit, Scope, State
+from psgd.scope import Fit, Scope, State
 from psgd.trend import Trend, relative, sample
 from psgd.unit import placed, real
 
@@ -47,11 +48,10 @@ class Update:
 
         A pair without curvature says nothing: Q would grow for ever.
         """
-        pg = self.options[scope.params[0]]
-        watched, curved = isinstance(schedule(pg), Adaptive), True
+        pg, curved = self.options[scope.params[0]], True
         if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
             ok = torch.ones(1, dtype=torch.bool, device=scope.device)
-        elif self.sure and scope.alone and not watched:
+        elif self.sure and scope.alone:
             ok, curved = YES, bool(h_flat.amax() > 0 or h_flat.amin() < 0)  # finite, as is known; any() takes longer
         else:
             each = scope.each(h_flat)
@@ -65,7 +65,7 @@ class Update:
         if not curved:
             return
         scope.fresh = True
-        point, group = scope.point, scope.group
+        point, group, out = scope.taken(), scope.group, scope.point
         if not scope.settled and (scope.across is not ALONE or scope.free):  # then there is no more to exchange
             scope.settled = bool((scope.scale["pairs"] >= _SCALE_PAIRS).all())
         coin = bool(mix(pg["seed"], pg["iteration"], -3) & 1)
@@ -74,23 +74,22 @@ class Update:
             noise = group.noisy and fit(group) == group.whiten  # which says nothing of the size of h
             factors = _rescale(scope, torch.zeros_like(v_flat) if noise else v_flat, h_flat, ok)
             if scope.across is ALONE:
-                point = scope.scaled(factors())
+                point = out = scope.scaled(factors())
             else:
                 how = how._replace(scale=lambda: factors()[0])
-        if scope.alone and not watched:
+        if scope.alone:
             lr = how.lr if ok is YES else how.lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32))
-            how = how._replace(lr=lr, out=point)
-        point = scope.fitted(fit, point, v_flat, h_flat, how)
-        if watched:
-            self._watch(scope, point, ok)
-        else:
-            scope.move(point, ok)
+            how = how._replace(lr=lr, out=out)
+        elif scope.free and bool(ok.all()):
+            how = how._replace(out=out)
+        before = sample(scope.point) if isinstance(schedule(pg), Adaptive) else None
+        scope.move(scope.fitted(fit, point, v_flat, h_flat, how), ok)
+        if before is not None:
+            self._watch(scope, relative(before, sample(scope.point)))
 
-    def _watch(self, scope: Scope, point: Any, ok: Tensor) -> None:
-        """Move the scope's point, and keep the trend of its moves."""
-        before, state = sample(scope.point), self.state[scope.params[0]]
-        scope.move(point, ok)
-        move = relative(before, sample(scope.point))
+    def _watch(self, scope: Scope, move: Tensor) -> None:
+        """Keep the trend of the moves of the scope's point."""
+        state = self.state[scope.params[0]]
         if "trend" not in state or state["trend"].shape[1] != len(move):
             state["trend"] = torch.zeros(2, len(move), dtype=move.dtype, device=move.device)
         Trend(state["trend"]).add(move)

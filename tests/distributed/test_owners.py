@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import psgd
 from psgd import PSGD, Diagonal, Regular, Triangular, XMat, kron, lra
 from psgd.arrangement import assigned, cost
-from psgd.scope import leaves
+from psgd.points import leaves
 
 EVEN = (6, 8, 8, 8, 3)  # torch's tensor parallelism wants widths that ranks divide
 WIDE = (6, 10, 10, 10, 3)  # two layers of one shape: they are moved side by side, where they have one owner

@@ -20,7 +20,7 @@ from psgd.across import local
 from psgd.curvature import cosine
 from psgd.distributed import like
 from psgd.evaluation import Evaluation
-from psgd.scope import leaves
+from psgd.points import leaves
 from psgd.unit import probe
 
 STEPS, WIDTHS = 50, (6, 10, 5, 3)  # three rows on four ranks: parts differ, and some are empty

@@ -11,7 +11,7 @@ from torch import distributed as dist
 import psgd
 from psgd import Butterfly, Diagonal, Regular, XMat, kron, lra
 from psgd.across import local
-from psgd.scope import leaves
+from psgd.points import leaves
 
 WIDTHS = (8, 32, 16, 16, 16, 8)  # all of them multiples of the ranks
 GROUPS = {

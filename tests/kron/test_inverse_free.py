@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from psgd import (
+    Blocks,
     Dense,
     Diagonal,
     Identity,
@@ -19,6 +20,7 @@ from psgd import (
     Triangular,
 )
 from psgd.groups.inverse_free import Motion
+from psgd.points import leaves
 
 MOTIONS = [Quadratic(), Procrustes()]
 
@@ -158,7 +160,7 @@ def test_factors_stay_positive_and_nearly_symmetric(motion, lr, rule):
 def test_the_quadratic_form_is_what_it_says():
     q, g = spd(4, 1, 0), 0.1 * spd(4, 0.5, 1)
     eye = torch.eye(4, dtype=torch.float64)
-    torch.testing.assert_close(Quadratic().matrix(q, g), (eye - g / 2) @ q @ (eye - g / 2))
+    torch.testing.assert_close(Quadratic().matrix(q, q, g), (eye - g / 2) @ q @ (eye - g / 2))
 
 
 def test_the_turn_of_procrustes_leaves_p_alone_and_finds_the_symmetric_root():
@@ -167,7 +169,7 @@ def test_the_turn_of_procrustes_leaves_p_alone_and_finds_the_symmetric_root():
     turned = torch.linalg.matrix_exp(upper - upper.mT) @ q
     p = turned.mT @ turned
     for _ in range(60):
-        turned = Procrustes().matrix(turned, none)
+        turned = Procrustes().matrix(turned, turned, none)
     torch.testing.assert_close(turned, q, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(turned.mT @ turned, p, rtol=2e-2, atol=2e-2)
 
@@ -195,7 +197,7 @@ def test_one_fit_is_the_dense_formula(motion, m, n, rule, whitening):
         old = (a, b)[i]
         if rule == Smoothed():
             torch.testing.assert_close(new[str(i)]["ell"], bound, rtol=1e-6, atol=0)
-        step = motion.matrix(old, 0.1 / size * (up - down))
+        step = motion.matrix(old, old, 0.1 / size * (up - down))
         torch.testing.assert_close(new[str(i)]["Q"], step, rtol=1e-6, atol=1e-9)
 
 
@@ -237,7 +239,7 @@ def test_axes_of_one_have_no_factor_and_other_factors_are_refused():
 
 def test_a_motion_of_ones_own():
     class Still(Motion):
-        def matrix(self, q, g):
+        def matrix(self, q, r, g):
             return q
 
         def diagonal(self, d, g):
@@ -247,3 +249,48 @@ def test_a_motion_of_ones_own():
     q = group.init(6)
     moved = group.whiten(q, torch.ones(6), torch.ones(6))
     assert torch.equal(moved["0"]["Q"], q["0"]["Q"]) and torch.equal(moved["1"]["d"], q["1"]["d"])
+
+
+@pytest.mark.parametrize("products", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("motion", MOTIONS, ids=str)
+def test_motions_take_stacks(motion, products):
+    rng = torch.Generator().manual_seed(0)
+    q = torch.stack([spd(6, 0.5, i) for i in range(3)]).float()
+    r, c = q if products is None else q.to(products), torch.rand(3, generator=rng) * 0.1
+    x, g = (0.1 * torch.randn(3, 6, k, generator=rng).to(r) for k in (2, 6))
+    stacks = motion.matrix(q, r, g + g.mT), motion.narrow(q, r, x, c), motion.diagonal(q[0], g[0].float())
+    for i in range(3):
+        alone = motion.matrix(q[i], r[i], (g + g.mT)[i]), motion.narrow(q[i], r[i], x[i], c[i])
+        torch.testing.assert_close((stacks[0][i], stacks[1][i]), alone)
+        torch.testing.assert_close(stacks[2][i], motion.diagonal(q[0, i], g[0, i].float()))
+    rough = Motion.narrow(motion, q, r, x, c)  # which forms G
+    torch.testing.assert_close(stacks[1], rough, rtol=0, atol=1e-5 if products is None else 0.02)
+
+
+SHAPES = [(6, 4), (4, 6), (5, 5), (3, 2, 4), (2, 9, 3)]
+
+
+@pytest.mark.parametrize("products", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_ready_for_one_use_serves_a_step_and_for_many_gives_the_same(shape, products):
+    group = InverseFree(shape, (Dense(),) * len(shape), products=products)
+    blocks, rng = Blocks(math.prod(shape), group), torch.Generator().manual_seed(0)
+    for some, n in ((group, math.prod(shape)), (blocks, 3 * math.prod(shape))):
+        q, v, h = some.init(n), torch.randn(n, generator=rng), torch.randn(n, generator=rng)
+        for _ in range(4):
+            q = some.whiten(q, v, torch.randn(n, generator=rng), lr=0.5)
+        once = some.ready(q, 1)
+        assert torch.equal(some.precondition(once, h), some.precondition(q, h))
+        torch.testing.assert_close(some.precondition(some.ready(q), h), some.precondition(q, h))
+        after, same = some.whiten(q, v, h), some.whiten(once, v, h)
+        assert [*map(torch.equal, leaves(after), leaves(same))] == [True] * 2 * len(shape)
+
+
+def test_what_is_ready_is_p_where_that_pays():
+    group = InverseFree((8, 2), (Dense(), Dense()))
+    q = group.init(16)
+    assert [["P" in group.ready(q, uses)[i] for i in "01"] for uses in (1, 3, 4)] == [
+        [False, True],
+        [False, True],
+        [True, True],
+    ]

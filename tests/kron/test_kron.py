@@ -13,7 +13,7 @@ import psgd
 from psgd import PSGD, Dense, Diagonal, Identity, Procrustes, Quadratic, Triangular, kron, plan
 from psgd.groups.inverse_free import Motion
 from psgd.kron import affine_layers
-from psgd.scope import leaves
+from psgd.points import leaves
 
 # --- which factor for which axis
 
@@ -343,7 +343,7 @@ def test_a_checkpoint_knows_a_rule_by_what_it_says_and_not_by_where_its_function
         two.load_state_dict(one.state_dict())
 
     class Still(Motion):
-        def matrix(self, q, g):
+        def matrix(self, q, r, g):
             return q
 
         def diagonal(self, d, g):

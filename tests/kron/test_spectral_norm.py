@@ -64,7 +64,10 @@ def test_a_matrix_of_one_entry_and_bfloat16():
 
 def test_side_by_side():
     a = torch.stack([normal(8, torch.Generator().manual_seed(i)) for i in range(3)])
-    torch.testing.assert_close(torch.vmap(spectral_norm)(a), torch.stack([spectral_norm(t) for t in a]))
+    each = torch.stack([spectral_norm(t) for t in a])
+    torch.testing.assert_close(torch.vmap(spectral_norm)(a), each)
+    torch.testing.assert_close(spectral_norm(a), each)
+    torch.testing.assert_close(spectral_norm(a[:, None])[:, 0], each)
 
 
 @pytest.mark.parametrize("size", [1e-300, 1e-170, 1e160, 1e300])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,20 @@ import torch
 from torch import Tensor
 
 from psgd.group import Group, How, Point, Residual, Where
+from psgd.linalg import ordinary
+from psgd.points import YES, each, overwrite, size
 from psgd.step_size import StepSize
+
+PIECE = 1 << 23
+"""Bytes of points that are moved at once, where the new may be written over the old: they stay in the cache."""
 
 
 @dataclass(frozen=True)
 class Blocks(Group):
     """Q = A₁ ⊕ A₂ ⊕ …, k×k blocks of one group. Leaves of the point have a leading axis: the block.
 
-    Each block has a step size of its own, as the paper's section on band Hessians allows.
+    Each block has a step size of its own, as the paper's section on band Hessians allows. Written over `out`, those
+    blocks remain as they are whose step is not finite.
 
     >>> from psgd import Dense
     >>> Blocks(2, Dense()).init(6)["Q"].shape
@@ -57,7 +64,7 @@ class Blocks(Group):
         return self.part.noisy
 
     def origin(self, n: int, where: Where) -> Point:
-        return _repeat(self.part.origin(self.k, where), n // self.k)
+        return each(lambda t: t.expand(n // self.k, *t.shape).clone(), self.part.origin(self.k, where))
 
     def scaled(self, q: Point, s: float | Tensor) -> Point:
         """Return the coordinates of s·Q, or of sᵢ·Aᵢ for each block."""
@@ -71,8 +78,16 @@ class Blocks(Group):
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.k))
 
+    def _rows(self, x: Tensor) -> Tensor:
+        """View x with the blocks along a leading axis, as leaves have them."""
+        return self._split(x).movedim(-2, 0)
+
     def _each(self, action: Callable[[Point, Tensor], Tensor], q: Point, x: Tensor) -> Tensor:
-        return torch.vmap(action, in_dims=(0, -2), out_dims=-2)(q, self._split(x)).flatten(-2)
+        return torch.vmap(action)(q, self._rows(x)).movedim(0, -2).flatten(-2)
+
+    def _stacked(self, action: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what does for all blocks what `action` does for one."""
+        return action if self.part.stacks else torch.vmap(action)
 
     def apply(self, q: Point, x: Tensor) -> Tensor:
         return self._each(self.part.apply, q, x)
@@ -86,12 +101,12 @@ class Blocks(Group):
     def solve_t(self, q: Point, x: Tensor) -> Tensor:
         return self._each(self.part.solve_t, q, x)
 
-    def ready(self, q: Point) -> Point:
-        return torch.vmap(self.part.ready)(q) if self.moves else q
+    def ready(self, q: Point, uses: float = math.inf) -> Point:
+        return self._stacked(lambda p: self.part.ready(p, uses))(q) if self.moves else q
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         del out
-        return self._each(self.part.precondition, q, g)
+        return self._stacked(self.part.precondition)(q, self._rows(g)).movedim(0, -2).flatten(-2)
 
     def logabsdet(self, q: Point, n: int) -> Tensor:
         if not self.moves:
@@ -107,19 +122,27 @@ class Blocks(Group):
         def one(p: Point) -> Any:
             return self.part.singular_values(p, self.k)
 
-        return None if one(_first(q)) is None else torch.vmap(one)(q).flatten()
+        return None if one(_cut(q, 0)) is None else torch.vmap(one)(q).flatten()
 
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
-        return self._moved(self.part.fitted, q, v, h, how._replace(out=None))
+        return self._moved(self.part.fitted, q, v, h, how)
 
     def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
-        return self._moved(self.part.whitened, q, v, h, how._replace(out=None))
+        return self._moved(self.part.whitened, q, v, h, how)
 
     def _moved(self, move: Callable[..., Point], q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if not self.moves:
             return q
-        each = torch.vmap(lambda p, v, h: move(p, v, h, how), in_dims=(0, -2, -2))
-        return each(q, self._split(v), self._split(h))
+        v, h, out, how = self._rows(v), self._rows(h), how.out, how._replace(out=None)
+        all_of = self._stacked(lambda p, v, h: move(p, v, h, how))
+        if out is None or not ordinary(v, h):
+            return all_of(q, v, h)
+        count = max(1, PIECE * len(h) // max(1, size(out)))
+        for start in range(0, len(h), count):
+            piece = slice(start, start + count)
+            new = all_of(_cut(q, piece), v[piece], h[piece])
+            overwrite(_cut(out, piece), new, YES, len(h[piece]))
+        return out
 
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         def one(p: Point, piece: Residual) -> Point:
@@ -128,9 +151,5 @@ class Blocks(Group):
         return torch.vmap(one, in_dims=(0, -2))(q, r.map(self._split))
 
 
-def _repeat(q: Point, count: int) -> Point:
-    return {k: _repeat(t, count) if isinstance(t, dict) else t.expand(count, *t.shape).clone() for k, t in q.items()}
-
-
-def _first(q: Point) -> Point:
-    return {k: _first(t) if isinstance(t, dict) else t[0] for k, t in q.items()}
+def _cut(q: Point, piece: slice | int) -> Point:
+    return each(lambda t: t[piece], q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,20 +23,21 @@ from psgd.step_size import StepSize
 class Motion(ABC):
     """How a dense factor Q ≈ Qᵀ > 0 follows G = Π(Ph (Ph)ᵀ − v vᵀ), by a step s with s‖G‖ ≤ μ < 1.
 
-    Matrices are multiplied in the dtype of sG, or of X, and added up in that of Q.
+    R is Q in the dtype in which matrices are multiplied, that of sG or of X; they are added up in that of Q. All may be
+    stacks of matrices, along leading axes.
     """
 
     @abstractmethod
-    def matrix(self, q: Tensor, g: Tensor) -> Tensor:
+    def matrix(self, q: Tensor, r: Tensor, g: Tensor) -> Tensor:
         """Return the new Q, given s·G."""
 
     @abstractmethod
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
         """Return the new diagonal of Q, given that of s·G."""
 
-    def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    def narrow(self, q: Tensor, r: Tensor, x: Tensor, c: Tensor) -> Tensor:
         """Return the new Q for s·G = XXᵀ − cI, X with few columns: a form of its own may never form G."""
-        return self.matrix(q, x @ x.mT - c.to(x) * torch.eye(len(q)).to(x))
+        return self.matrix(q, r, _less(x @ x.mT, _wide(c)))
 
 
 @dataclass(frozen=True)
@@ -43,22 +45,20 @@ class Quadratic(Motion):
     """Q ← (I − ½sG) Q (I − ½sG): symmetric, to the last bit, and positive by construction.
 
     >>> one = torch.ones(1, 1)
-    >>> Quadratic().matrix(one, 0.5 * one)
+    >>> Quadratic().matrix(one, one, 0.5 * one)
     tensor([[0.5625]])
     """
 
-    def matrix(self, q: Tensor, g: Tensor) -> Tensor:
+    def matrix(self, q: Tensor, r: Tensor, g: Tensor) -> Tensor:
         """Return Q − ½sGQ − ½sQG + ¼s²GQG."""
-        left = g @ q.to(g)
-        change = torch.addmm(left, left, g, alpha=-0.25)
-        return torch.sub(q, change + change.mT, alpha=0.5)
+        left = g @ r
+        return torch.sub(q, _symmetric(_plus_product(left, left, g, -0.25)), alpha=0.5)
 
-    def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    def narrow(self, q: Tensor, r: Tensor, x: Tensor, c: Tensor) -> Tensor:
         """Return α²Q − XZᵀ − ZXᵀ, where α = 1 + ½c and Z = ½αQX − ⅛X(XᵀQX)."""
-        alpha, qx = 1 + 0.5 * c, q.to(x) @ x
-        less = torch.addmm(-0.5 * alpha.to(x) * qx, x, x.mT @ qx, alpha=0.125)  # −Z
-        half = x @ less.mT
-        return plus((half + half.mT).to(q), q, alpha.square())
+        alpha, qx = _wide(1 + 0.5 * c), r @ x
+        less = _plus_product(-0.5 * alpha.to(x) * qx, x, x.mT @ qx, 0.125)  # −Z
+        return plus(_symmetric(x @ less.mT).to(q), q, alpha.square())
 
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
         """Return (1 − ½sg)²d."""
@@ -72,31 +72,32 @@ class Procrustes(Motion):
     The turn I + αR + ½α²R², R the Qᵀ − Q of norm 1, raises tr Q the most for α ≤ 1/8; it is orthogonal up to α⁴/4.
 
     >>> turned = torch.tensor([[1.0, -0.05], [0.05, 1.0]])
-    >>> after = Procrustes().matrix(turned, torch.zeros(2, 2))
+    >>> after = Procrustes().matrix(turned, turned, torch.zeros(2, 2))
     >>> bool((after - after.mT).norm() < 0.01 * (turned - turned.mT).norm())
     True
     """
 
-    def matrix(self, q: Tensor, g: Tensor) -> Tensor:
+    def matrix(self, q: Tensor, r: Tensor, g: Tensor) -> Tensor:
         """Return Q − sGQ, turned."""
-        return self._turned(q - g @ q.to(g), g.dtype)
+        return self._turned(q - g @ r, g.dtype)
 
-    def narrow(self, q: Tensor, x: Tensor, c: Tensor) -> Tensor:
+    def narrow(self, q: Tensor, r: Tensor, x: Tensor, c: Tensor) -> Tensor:
         """Return (1 + c)Q − X(XᵀQ), turned."""
-        return self._turned((1 + c) * q - x @ (x.mT @ q.to(x)), x.dtype)
+        return self._turned(_wide(1 + c) * q - x @ (x.mT @ r), x.dtype)
 
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
         """Return d − sgd."""
         return d - g * d
 
     def _turned(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        tiny = torch.finfo(q.dtype).tiny
         skew = q.mT - q
-        skew = (skew / frobenius(skew).clamp_min(torch.finfo(q.dtype).tiny)).to(dtype)
+        skew = (skew / _wide(frobenius(skew, 2)).clamp_min(tiny)).to(dtype)
         once = skew @ q.to(dtype)
         once, twice = once.to(q), (skew @ once).to(q)
-        slope, bend = once.diagonal().sum(), twice.diagonal().sum()
-        best = torch.where(bend < 0, slope / (-bend).clamp_min(torch.finfo(q.dtype).tiny), 0.125)
-        angle = best.clamp(0, 0.125)
+        slope, bend = _diagonal(once).sum(-1), _diagonal(twice).sum(-1)
+        best = torch.where(bend < 0, slope / (-bend).clamp_min(tiny), 0.125)
+        angle = _wide(best.clamp(0, 0.125))
         return q + angle * (once + 0.5 * angle * twice)
 
 
@@ -144,86 +145,113 @@ class InverseFree(Kronecker):
     def step(self, q: Point, r: Residual, lr: float | Tensor, coin: bool, rule: StepSize) -> Point:
         raise ValueError(f"{self} moves as a whole, and cannot be a factor of a product or a sum")
 
+    @property
+    def stacks(self) -> bool:
+        return True
+
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
-        return self._followed(q, self._noisy(h, v), v, how)
+        return self._followed(q, self._noisy(q, h, v), v, how)
 
     def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
-        return self._followed(q, self._noisy(h, v), None, how)
+        return self._followed(q, self._noisy(q, h, v), None, how)
 
-    def ready(self, q: Point) -> Point:
-        """Return P of each factor, or Q as it is multiplied."""
-        if self.products:
-            return {key: p | {"Q": self._rounded(p["Q"])} if "Q" in p else p for key, p in q.items()}
-        return {key: {"P": self._roots(p, math.inf)[0]} if p else {} for key, p in q.items()}
+    def ready(self, q: Point, uses: float = math.inf) -> Point:
+        """Return q with P of those factors where that pays, or with Q as it is multiplied."""
+        return self._rooted(q, uses * math.prod(self.shape))
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         del out
-        x, axes = g.contiguous(), self._moving()
-        roots = [self._roots(q[str(i)], g.numel() // self.shape[i]) for i in axes]
+        return self._multiplied(self._rooted(q, math.prod(g.shape[self._units(q) :])), g).to(g)
+
+    def _rooted(self, q: Point, entries: float) -> Point:
+        """Return q with P = QᵀQ of each matrix that so many entries are multiplied by quicker, or with Q rounded."""
+        new = {}
+        for i in self._moving():
+            p = q[str(i)]
+            if "Q" in p and self.products and "R" not in p:
+                new[str(i)] = p | {"R": p["Q"].to(self.products)}
+            elif "Q" in p and not self.products and "P" not in p and entries >= self.shape[i] ** 2:
+                new[str(i)] = p | {"P": p["Q"].mT @ p["Q"]}
+        return q | new
+
+    def _multiplied(self, q: Point, x: Tensor) -> Tensor:
+        """P x, in the dtype in which it comes."""
+        axes, units = self._moving(), self._units(q)
+        roots = [self._roots(q[str(i)]) for i in axes]
         if self.products:  # Q of all axes, and then Qᵀ: what is rounded in between cannot turn the step around
             roots, axes = [(root,) for root, *_ in roots] + [root[1:] for root in roots], 2 * axes
         for i, matrices in zip(axes, roots, strict=True):
             for p in matrices:
-                x = self._multiplied(p, x, i)
-        return x.to(g)
+                x = self._along(p, x, i, units)
+        return x
 
-    def _roots(self, p: Point, columns: float) -> tuple[Tensor, ...]:
-        """Return what to multiply vectors with, one after the other: P, or Q and Qᵀ for a few of them."""
-        if "P" in p:
-            return (p["P"],)
+    def _roots(self, p: Point) -> tuple[Tensor, ...]:
+        """Return what to multiply vectors with, one after the other: P, or Q and Qᵀ."""
         if "d" in p:
             return (p["d"], p["d"]) if self.products else (p["d"].square(),)
-        q = self._rounded(p["Q"])
-        return (q, q.mT) if self.products or columns < len(q) else (q.mT @ q,)
+        if "P" in p:
+            return (p["P"],)
+        q: Tensor = p["R"] if self.products else p["Q"]
+        return q, q.mT
 
-    def _rounded(self, x: Tensor) -> Tensor:
-        """Return x as it is multiplied."""
-        return x if self.products is None else x.to(self.products)
-
-    def _multiplied(self, p: Tensor, x: Tensor, i: int) -> Tensor:
-        """Multiply one axis of x by a matrix or a diagonal: seen as (before, axis, after), none has to be moved."""
-        batch, n, after = x.shape[:-1], self.shape[i], math.prod(self.shape[i + 1 :])
-        x = x if p.ndim == 1 else x.to(p)
-        if p.ndim == 1:
-            y = x.view(*batch, -1, n) * p if after == 1 else x.view(*batch, -1, n, after) * p[:, None]
-        elif x.ndim == 1 and x.numel() == n * after:  # no axis before it: a product of two matrices
-            y = p @ x.view(n, after)
+    def _along(self, p: Tensor, x: Tensor, i: int, units: int) -> Tensor:
+        """Multiply axis i of x by a matrix or a diagonal: seen as (…, before, axis, after), none has to be moved."""
+        shape, many = x.shape, x.shape[:units]
+        if p.ndim == units + 1:
+            return (self._seen(x, i, units) * p[..., None, :, None]).reshape(shape)
+        x = self._seen(x.to(p), i, units)
+        before, n, after = x.shape[units:]
+        if before == 1:
+            y = p @ x.squeeze(units)
         elif after == 1:
-            y = x.view(*batch, -1, n) @ p.mT
+            y = x.squeeze(-1) @ p.mT
         elif after < n:  # a product wants long sides
-            y = (x.view(*batch, -1, n, after).mT.reshape(*batch, -1, n) @ p.mT).view(*batch, -1, after, n).mT
+            y = (x.mT.reshape(*many, -1, n) @ p.mT).view(*many, before, after, n).mT
         else:
-            y = p @ x.view(*batch, -1, n, after)
-        return y.reshape(x.shape)
+            y = p.unsqueeze(units) @ x
+        return y.reshape(shape)
+
+    def _seen(self, x: Tensor, i: int, units: int) -> Tensor:
+        """View x as (…, before, axis i, after); what comes before are also the pairs of a batch."""
+        return x.reshape(*x.shape[:units], -1, self.shape[i], math.prod(self.shape[i + 1 :]))
+
+    def _columns(self, x: Tensor, i: int, units: int) -> Tensor:
+        """Return x as a matrix with an axis first, and all others, the batch among them, second."""
+        x = self._seen(x, i, units)
+        return x.squeeze(units) if x.shape[units] == 1 else x.mT.flatten(units, -2).mT
 
     def _moving(self) -> list[int]:
         return [i for i, part in enumerate(self.parts) if part.moves]
 
-    def _noisy(self, h: Tensor, v: Tensor) -> Tensor:
+    def _units(self, q: Point) -> int:
+        """Return how many leading axes the leaves of a point have."""
+        for i in self._moving():
+            leaf = next(leaf for key, leaf in q[str(i)].items() if key != "ell")
+            return leaf.ndim - (2 if isinstance(self.parts[i], Dense) else 1)
+        return 0
+
+    def _noisy(self, q: Point, h: Tensor, v: Tensor) -> Tensor:
         """Return h with a little noise: the probe, moved by one entry lest it cancel a product with it."""
         if not self.damping:
             return h
-        share = self.damping / h.numel() ** 0.5
-        if ordinary(h, v):
+        units = self._units(q)
+        share = self.damping / math.prod(h.shape[units:]) ** 0.5
+        if not units and ordinary(h, v):
             return torch.add(h, v.roll(1, -1), alpha=share * float(frobenius(h)))
-        return h + (share * frobenius(h)).to(h.dtype) * v.roll(1, -1)
+        size = share * frobenius(h, h.ndim - units)
+        return torch.addcmul(h, v.roll(1, -1), size.view(*size.shape, *[1] * (h.ndim - units)).to(h))
 
     def _followed(self, q: Point, h: Tensor, v: Tensor | None, how: How) -> Point:
         """Return the point after one step of each factor; without v, v vᵀ is what it is in the mean."""
-        ph, lr, axes, new = self.precondition(q, h), self.share(how.lr), self._moving(), {}
-        matrix = ph.ndim == 1 and len(axes) == len(self.shape) == 2 and all("Q" in q[str(i)] for i in axes)
+        lr, axes, units, new = self.share(how.lr), self._moving(), self._units(q), {}
+        q = self._rooted(q, math.prod(h.shape[units:]))
+        ph = self._multiplied(q, h)
+        matrix = ph.ndim == units + 1 and len(axes) == len(self.shape) == 2 and all("Q" in q[str(i)] for i in axes)
         shared: list[Tensor] = []
-        for i in axes:
-            y, known = None if v is None else self._columns(v, i), shared if matrix else []
-            new[str(i)] = self._moved(q[str(i)], self._columns(ph, i), y, lr, how.rule, known)
+        for i in sorted(axes, key=self.shape.__getitem__):  # the shorter first, which takes less to know the norm
+            y, known = None if v is None else self._columns(v, i, units), shared if matrix else []
+            new[str(i)] = self._moved(q[str(i)], self._columns(ph, i, units), y, lr, how.rule, known)
         return q | new
-
-    def _columns(self, x: Tensor, i: int) -> Tensor:
-        """Return x as a matrix with an axis first, and all others, the batch among them, second."""
-        n = self.shape[i]
-        if x.ndim == 1 and x.numel() == n * math.prod(self.shape[i + 1 :]):
-            return lift(x.view(n, -1))
-        return lift(self._move(x, i).reshape(-1, n).mT)
 
     def _moved(
         self, p: Point, x: Tensor, y: Tensor | None, lr: float | Tensor, rule: StepSize, known: list[Tensor]
@@ -232,27 +260,34 @@ class InverseFree(Kronecker):
 
         ‖XXᵀ‖ may be known: X of one axis of a matrix is Xᵀ of the other.
         """
-        (key,) = p.keys() - {"ell"}
-        old, many = lift(p[key]), float(x.shape[1])
-        norm: Callable[[Tensor], Tensor] = maximum_modulus if old.ndim == 1 else spectral_norm
-        if old.ndim == 2:
-            x, y = self._rounded(x), None if y is None else self._rounded(y)
+        key = "Q" if "Q" in p else "d"
+        old, many, dense = lift(p[key]), float(x.shape[-1]), key == "Q"
+        norm: Callable[[Tensor], Tensor] = spectral_norm if dense else functools.partial(maximum_modulus, axes=1)
+        square: Callable[[Tensor], Tensor] = _gram if dense else _squares
+        x, *ys = (t.to((dense and self.products) or old.dtype) for t in (x, y) if t is not None)
+        downs = [square(y) for y in ys]
 
-        def largest(gram: Callable[[], Tensor]) -> Tensor:
+        def largest(up: Callable[[], Tensor]) -> Tensor:
             if not known:
-                known.append(norm(gram()))
-            return known[0]
+                known.append(norm(up()))
+            return known[0] + (norm(downs[0]) if downs else many)
 
-        if old.ndim == 2 and y is None and 3 * many <= 2 * len(x):  # then it takes fewer operations
-            full = lambda: norm(_square(x, old) - many * _one(old))  # noqa: E731
-            size, ell = rule(lr, p["ell"], full, lambda: largest(lambda: x.mT @ x) + many)
-            new = self.motion.narrow(old, size.sqrt().to(x) * x, size * many)
+        if dense and not downs and 3 * many <= 2 * old.shape[-1]:  # then it takes fewer operations
+            size, ell = rule(lr, p["ell"], lambda: norm(_less(_gram(x), many)), lambda: largest(lambda: _gram(x.mT)))
+            new = self.motion.narrow(old, p.get("R", old), _wide(size.sqrt()).to(x) * x, size * many)
         else:
-            up, down = _square(x, old), many * _one(old) if y is None else _square(y, old)
-            least = many if y is None else norm(down)
-            size, ell = rule(lr, p["ell"], lambda: norm(up - down), lambda: largest(lambda: up) + least)
-            step = size * (up - down)
-            new = self.motion.diagonal(old, step) if old.ndim == 1 else self.motion.matrix(old, self._rounded(step))
+            up = square(x)
+
+            def g(size: float | Tensor) -> Tensor:
+                if downs:
+                    return size * (up - downs[0])
+                return _less(size * up, size * many) if dense else size * up - size * many
+
+            size, ell = rule(lr, p["ell"], lambda: norm(g(1.0)), lambda: largest(lambda: up))
+            if dense:
+                new = self.motion.matrix(old, p.get("R", old), g(_wide(size)).to(x))
+            else:
+                new = self.motion.diagonal(old, g(size[..., None]))
         return {key: new if new.dtype == p[key].dtype else subtract(p[key], 1.0, old - new), "ell": ell}
 
 
@@ -262,11 +297,36 @@ def check_products(products: torch.dtype | None) -> None:
         raise ValueError(f"products needs a dtype of the range of float32, as torch.bfloat16, got {products}")
 
 
-def _square(x: Tensor, like: Tensor) -> Tensor:
-    """Return XXᵀ, or its diagonal for a factor that is one."""
-    return x.square().sum(1) if like.ndim == 1 else lift(x @ x.mT)
+def _gram(x: Tensor) -> Tensor:
+    """Return XXᵀ."""
+    return lift(x @ x.mT)
 
 
-def _one(like: Tensor) -> Tensor:
-    """Return I, or its diagonal for a factor that is one."""
-    return torch.ones_like(like) if like.ndim == 1 else torch.eye(len(like)).to(like)
+def _squares(x: Tensor) -> Tensor:
+    """Return the diagonal of XXᵀ."""
+    return x.square().sum(-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a number for each matrix in a form that multiplies it."""
+    return x[..., None, None]
+
+
+def _diagonal(x: Tensor) -> Tensor:
+    return x.diagonal(dim1=-2, dim2=-1)
+
+
+def _less(x: Tensor, c: float | Tensor) -> Tensor:
+    """Return X − cI, written over X."""
+    _diagonal(x).sub_(c[..., 0] if isinstance(c, Tensor) else c)
+    return x
+
+
+def _plus_product(c: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """Return C + αAB."""
+    return (torch.addmm if c.ndim == 2 else torch.baddbmm)(c, a, b, alpha=alpha)
+
+
+def _symmetric(x: Tensor) -> Tensor:
+    """Return X + Xᵀ, equal to its transpose to the last bit."""
+    return x + x.mT

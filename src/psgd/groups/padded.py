@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +77,9 @@ class Padded:
         """As `fit`, for a probe v that is independent of h."""
         return self.fit(q, v, h, **options)
 
-    def ready(self, q: Point) -> Point:
+    def ready(self, q: Point, uses: float = math.inf) -> Point:
         """As `Group.ready`."""
-        return self.part.ready(q)
+        return self.part.ready(q, uses)
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         """P g, the padding's gradient being zero at ϑ = 0."""
