@@ -229,8 +229,10 @@ class ShardedScope(Scope):
         where = Where(None, self.dtype, torch.device("meta"), [(0, self.n)])
         return self.group.origin(self.whole, where)
 
-    def precondition(self, x: Tensor, out: Tensor | None = None, uses: float = math.inf) -> Tensor:
-        del uses
+    def precondition(
+        self, x: Tensor, out: Tensor | None = None, pause: Callable[[], float] = lambda: math.inf
+    ) -> Tensor:
+        del pause
         if self._low_rank:
             return uvd.precondition(self.point, x, out, self.across)
         return self.group.precondition(self.point, x, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,6 +22,15 @@ class Schedule(ABC):
     def ever(self) -> bool:
         """Whether any step is: without one, the optimizer is SGD."""
         return True
+
+    def rest(self, step: int, seed: int, most: int = 8) -> int:
+        """Return how long the pause is that a step without an update belongs to, as far as one sees `most` both ways.
+
+        >>> [Regular(0.2).rest(t, seed=0) for t in (1, 3, 6)]
+        [4, 4, 4]
+        """
+        sides = range(step + 1, step + 1 + most), range(step - 1, max(-1, step - 1 - most), -1)
+        return 1 + sum(len([*itertools.takewhile(lambda t: not self.due(t, seed), side)]) for side in sides)
 
 
 @dataclass(frozen=True)

@@ -161,13 +161,15 @@ class Scope:
 
     # --- what a step asks for
 
-    def precondition(self, x: Tensor, out: Tensor | None = None, uses: float = math.inf) -> Tensor:
-        """P x, perhaps in `out`, which may be x; right after a fit, or else one of so many `uses` until the next.
+    def precondition(
+        self, x: Tensor, out: Tensor | None = None, pause: Callable[[], float] = lambda: math.inf
+    ) -> Tensor:
+        """P x, perhaps in `out`, which may be x; right after a fit, or in a pause of so many steps.
 
         What is compiled is always given the same.
         """
-        uses = 1 if self.fresh and not self.compiled else math.inf if self.compiled else uses
-        if self._ready is None or self._uses != uses:
+        if self._ready is None or (self._uses == 1 and not self.fresh):
+            uses = math.inf if self.compiled else 1 if self.fresh else pause()
             self._ready, self._uses = self.group.ready(self.taken(), uses), uses
         point, self.fresh = self._ready, False
         if self.compiled and not self.group.in_pieces(point, x):

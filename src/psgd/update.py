@@ -96,8 +96,10 @@ class Update:
 
     def direction(self, scope: Scope, x: Tensor, out: Tensor | None) -> Tensor:
         """Return P x, x the averaged gradient (zero where the step is skipped), in new memory or in `out`."""
-        if schedule(self.options[scope.params[0]]).ever:
-            d = scope.precondition(x, out)
+        pg = self.options[scope.params[0]]
+        if schedule(pg).ever:
+            # a function of the step alone: what is resumed goes on alike
+            d = scope.precondition(x, out, lambda: pg["pause"] or schedule(pg).rest(pg["iteration"], pg["seed"]))
             return d.clone() if d.data_ptr() == x.data_ptr() and out is not x else d  # some groups return x itself
         return x.clone() if self.sure or self.late else x
 

@@ -524,3 +524,35 @@ def test_the_plan_counts_what_p_is_applied_by():
         held = [t for t in leaves(scope._ready) if all(t is not q for q in leaves(scope.point))]
         assert sum(t.numel() * t.element_size() for t in held) == costs.rows[0].kept
     assert plan([w], psgd.lra(2)).kept == 0
+
+
+def test_p_is_made_for_pauses_in_which_it_pays_also_after_a_resume(tmp_path):
+    def optimizer():
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.randn(16, 4))
+        return w, PSGD([w], kron(), curvature=psgd.whiten, precond_prob=psgd.Decaying(start=1, floor=0.01))
+
+    def step(w, opt):
+        w.grad = torch.randn(16, 4, generator=torch.Generator().manual_seed(opt.param_groups[0]["iteration"]))
+        opt.step()
+        (scope,) = opt._scopes()
+        return "".join(key for key in "01" if "P" in scope._ready[key])
+
+    w, opt = optimizer()
+    made, updates = [], []
+    for t in range(24):
+        if t == 20:  # in a pause
+            torch.save((opt.state_dict(), w.data), tmp_path / "checkpoint")
+        made.append(step(w, opt))
+        updates.append(opt.param_groups[0]["updates"])
+    # 16×16 twice is as quick as once until the fourth use; 4×4 is at once
+    due = [i for i in range(24) if updates[i] > (updates[i - 1] if i else 0)]
+    assert all(made[i] == "1" for i in due)
+    for start, stop in zip(due, due[1:], strict=False):
+        assert set(made[start + 1 : stop]) <= {"01" if stop - start - 1 >= 4 else "1"}
+    assert len(due) > 3 and "01" in made
+    other, again = optimizer()
+    state, weights = torch.load(tmp_path / "checkpoint")
+    again.load_state_dict(state)
+    other.data.copy_(weights)
+    assert [step(other, again) for _ in range(4)] == made[20:] and torch.equal(w, other)
