@@ -73,10 +73,12 @@ class Update:
         if pg["init_scale"] is None and group.scalable and not scope.settled:
             noise = group.noisy and fit(group) == group.whiten  # which says nothing of the size of h
             factors = _rescale(scope, torch.zeros_like(v_flat) if noise else v_flat, h_flat, ok)
-            if scope.across is ALONE:
-                point = out = scope.scaled(factors())
-            else:
+            if scope.across is not ALONE:
                 how = how._replace(scale=lambda: factors()[0])
+            else:
+                found = factors()
+                if not (scope.free and bool((found == 1).all())):
+                    point = out = scope.scaled(found)
         if scope.alone:
             lr = how.lr if ok is YES else how.lr * ok[0].to(torch.promote_types(scope.dtype, torch.float32))
             how = how._replace(lr=lr, out=out)
