@@ -65,12 +65,18 @@ MUTANTS = [
     Mutant("batch sum dropped", "linalg.py", "t if t.ndim == keep else", "t if t.ndim >= keep else", "Diagonal"),
     Mutant("solve with Aᵀ", "linalg.py", "solve_ex(lift(a).mT", "solve_ex(lift(a)", "Dense"),
     Mutant("triangle upside down", "linalg.py", "upper=not upper", "upper=upper", "Triangular"),
-    Mutant("max for Frobenius", "linalg.py", "size * torch.linalg.vector_norm(lift(t) / size)", "size", "Dense"),
+    Mutant(
+        "max for Frobenius",
+        "linalg.py",
+        "size * torch.linalg.vector_norm(lift(t) / size.view(*size.shape, *[1] * len(over)), dim=over)",
+        "size",
+        "Dense",
+    ),
     Mutant(
         "norm overflows",
         "linalg.py",
-        "size * torch.linalg.vector_norm(lift(t) / size)",
-        "lift(t).norm()",
+        "size * torch.linalg.vector_norm(lift(t) / size.view(*size.shape, *[1] * len(over)), dim=over)",
+        "torch.linalg.vector_norm(lift(t), dim=over)",
         "Dense",
     ),
     Mutant(
@@ -285,8 +291,8 @@ MUTANTS = [
     Mutant(
         "blocks share memory",
         "groups/blocks.py",
-        "t.expand(count, *t.shape).clone()",
-        "t.expand(count, *t.shape)",
+        "t.expand(n // self.k, *t.shape).clone()",
+        "t.expand(n // self.k, *t.shape)",
         "Blocks",
     ),
     Mutant(

@@ -130,10 +130,11 @@ def test_blocks_are_written_over_piece_by_piece_but_for_those_that_are_not_finit
     rng = torch.Generator().manual_seed(0)
     q = group.init(20, generator=rng)
     v, h = pair(20, rng, torch.float32)
-    new, out = group.whiten(q, v, h), copied(q)
-    assert group.whiten(out, v, h, out=out) is out
-    for a, b in zip(leaves(new), leaves(out), strict=True):
+    new, out, itself = group.whiten(q, v, h), copied(q), copied(q)
+    assert group.whiten(q, v, h, out=out) is out and group.whiten(itself, v, h, out=itself) is itself
+    for a, b, c in zip(leaves(new), leaves(out), leaves(itself), strict=True):
         torch.testing.assert_close(a, b)
+        assert torch.equal(b, c)
     h[7] = torch.nan
     out, spoiled = copied(q), 7 // group.k
     group.whiten(out, v, h, out=out)

@@ -18,6 +18,7 @@ from psgd import (
     Quadratic,
     Smoothed,
     Triangular,
+    linalg,
 )
 from psgd.groups.inverse_free import Motion
 from psgd.points import leaves
@@ -294,3 +295,19 @@ def test_what_is_ready_is_p_where_that_pays():
         [False, True],
         [True, True],
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 3), (2, 5), (7, 4), (3, 9, 2), (2, 2, 8, 8), (3, 0)], ids=str)
+def test_half_of_a_symmetric_product_is_enough(shape, dtype, monkeypatch):
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
+    s = torch.randn(shape[-1], shape[-1], generator=rng, dtype=torch.float64).to(dtype)
+    pairs = [(x, x.mT), (x, (s + s.mT) @ x.mT)]
+    plain = [a @ b for a, b in pairs]
+    monkeypatch.setattr(linalg, "SIDE", 1)
+    for (a, b), whole in zip(pairs, plain, strict=True):
+        product = linalg.symmetric_product(a, b)
+        torch.testing.assert_close(product, whole)
+        if dtype != torch.bfloat16:  # which is as quick in one piece
+            assert torch.equal(product, product.mT) and product.is_contiguous()

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 import math
 
 import pytest
@@ -548,7 +549,7 @@ def test_p_is_made_for_pauses_in_which_it_pays_also_after_a_resume(tmp_path):
     # 16×16 twice is as quick as once until the fourth use; 4×4 is at once
     due = [i for i in range(24) if updates[i] > (updates[i - 1] if i else 0)]
     assert all(made[i] == "1" for i in due)
-    for start, stop in zip(due, due[1:], strict=False):
+    for start, stop in itertools.pairwise(due):
         assert set(made[start + 1 : stop]) <= {"01" if stop - start - 1 >= 4 else "1"}
     assert len(due) > 3 and "01" in made
     other, again = optimizer()

@@ -15,8 +15,9 @@ from psgd.linalg import ordinary
 from psgd.points import YES, each, overwrite, size
 from psgd.step_size import StepSize
 
-PIECE = 1 << 23
-"""Bytes of points that are moved at once, where the new may be written over the old: they stay in the cache."""
+PIECE = 1 << 22
+"""About the bytes of points that are moved at once, where the new may be written over the old: what is computed on the
+way stays in the cache, and takes no fresh memory."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Blocks(Group):
         all_of = self._stacked(lambda p, v, h: move(p, v, h, how))
         if out is None or not ordinary(v, h):
             return all_of(q, v, h)
-        count = max(1, PIECE * len(h) // max(1, size(out)))
+        count = math.ceil(len(h) / max(1, round(size(out) / PIECE)))
         for start in range(0, len(h), count):
             piece = slice(start, start + count)
             new = all_of(_cut(q, piece), v[piece], h[piece])

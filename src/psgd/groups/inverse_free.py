@@ -16,7 +16,7 @@ from psgd.groups.constant import Identity
 from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
 from psgd.groups.kronecker import Kronecker
-from psgd.linalg import frobenius, lift, maximum_modulus, ordinary, plus, spectral_norm, subtract
+from psgd.linalg import frobenius, lift, maximum_modulus, ordinary, plus, spectral_norm, subtract, symmetric_product
 from psgd.step_size import StepSize
 
 
@@ -52,12 +52,13 @@ class Quadratic(Motion):
     def matrix(self, q: Tensor, r: Tensor, g: Tensor) -> Tensor:
         """Return Q − ½sGQ − ½sQG + ¼s²GQG."""
         left = g @ r
-        return torch.sub(q, _symmetric(_plus_product(left, left, g, -0.25)), alpha=0.5)
+        change = torch.sub(left, symmetric_product(left, g), alpha=0.25)
+        return torch.sub(q, _symmetric(change), alpha=0.5)
 
     def narrow(self, q: Tensor, r: Tensor, x: Tensor, c: Tensor) -> Tensor:
         """Return α²Q − XZᵀ − ZXᵀ, where α = 1 + ½c and Z = ½αQX − ⅛X(XᵀQX)."""
         alpha, qx = _wide(1 + 0.5 * c), r @ x
-        less = _plus_product(-0.5 * alpha.to(x) * qx, x, x.mT @ qx, 0.125)  # −Z
+        less = torch.add(-0.5 * alpha.to(x) * qx, x @ symmetric_product(x.mT, qx), alpha=0.125)  # −Z
         return plus(_symmetric(x @ less.mT).to(q), q, alpha.square())
 
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class InverseFree(Kronecker):
             if "Q" in p and self.products and "R" not in p:
                 new[str(i)] = p | {"R": p["Q"].to(self.products)}
             elif "Q" in p and not self.products and "P" not in p and entries >= self.shape[i] ** 2:
-                new[str(i)] = p | {"P": p["Q"].mT @ p["Q"]}
+                new[str(i)] = p | {"P": symmetric_product(p["Q"].mT, p["Q"])}
         return q | new
 
     def _multiplied(self, q: Point, x: Tensor) -> Tensor:
@@ -299,7 +300,7 @@ def check_products(products: torch.dtype | None) -> None:
 
 def _gram(x: Tensor) -> Tensor:
     """Return XXᵀ."""
-    return lift(x @ x.mT)
+    return lift(symmetric_product(x, x.mT))
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -320,11 +321,6 @@ def _less(x: Tensor, c: float | Tensor) -> Tensor:
     """Return X − cI, written over X."""
     _diagonal(x).sub_(c[..., 0] if isinstance(c, Tensor) else c)
     return x
-
-
-def _plus_product(c: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """Return C + αAB."""
-    return (torch.addmm if c.ndim == 2 else torch.baddbmm)(c, a, b, alpha=alpha)
 
 
 def _symmetric(x: Tensor) -> Tensor:
