@@ -190,6 +190,7 @@ def test_the_numbers_of_ours(name):
         "psgd-kron": usual["precond_prob"],
         "psgd-kron-every": 1.0,
         "psgd-kron-adaptive": psgd.Adaptive(),
+        "psgd-kron-fewer": psgd.Decaying(40, 0.05),
         "psgd-kron-short": usual["precond_prob"],
         "psgd-kron-bfloat16": usual["precond_prob"],
         "psgd-kron-newton": psgd.Decaying(50, 0.05),

@@ -490,7 +490,7 @@ def variants(found: dict[str, list[Result]]) -> list[str]:
     These are methods of `shakespeare-tuned`.
     """
     said = []
-    for name in ("psgd-kron", "psgd-kron-adaptive"):
+    for name in ("psgd-kron", "psgd-kron-adaptive", "psgd-kron-fewer"):
         if pairs := same_seeds(found, name, "psgd-kron-every"):
             share = pairs[0][0].last("updates") / pairs[0][1].last("updates")
             said.append(f"- With {share:.0%} of the updates, `{name}` ends {difference(pairs)}.")
