@@ -23,6 +23,7 @@ from psgd.unit import placed, real
 
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
 _BALANCE_EVERY = 10
+_FINITE = YES[0]
 
 
 @dataclass(frozen=True)
@@ -248,11 +249,10 @@ def finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
     loss = out[0] if isinstance(out, (tuple, list)) and out else out
     if isinstance(loss, (float, Tensor)):
         parts.append(torch.as_tensor(loss).detach())
-    place = parts[0].device
-    if all(t.device.type == "cpu" for t in parts):  # the sum tells, unless finite numbers overflow in it
-        if all(math.isfinite(t.sum()) for t in parts):
-            return torch.ones((), dtype=torch.bool)
-    ends = [end.isfinite() for t in parts if t.numel() for end in (t.amax(), t.amin())]
+    # the sum tells, unless finite numbers overflow in it
+    if all(t.is_cpu for t in parts) and all(math.isfinite(t.sum()) for t in parts):
+        return _FINITE
+    place, ends = parts[0].device, [end.isfinite() for t in parts if t.numel() for end in (t.amax(), t.amin())]
     return torch.stack([torch.ones((), dtype=torch.bool, device=place), *(t.to(place) for t in ends)]).all()
 
 
