@@ -71,9 +71,10 @@ class Involution(MatrixAlgebra):
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
             return super().fitted(q, v, h, how)
-        pieces, middle, zero = chunks(len(h) // 2, h), self.lone(len(h)), h.new_zeros(1)
+        pieces = chunks(len(h) // 2, h)
         if len(pieces) == 1 and len(h) % 2 == 0 and how.across is ALONE:
             return self._fitted_at_once(q, v, h, how)
+        middle, zero = self.lone(len(h)), h.new_zeros(1)
         alone = [(q["a"][middle] * h[middle], v[middle] / q["a"][middle])] if len(h) % 2 else []
 
         def ends(i: int, j: int) -> tuple[Tensor, ...]:
@@ -113,9 +114,11 @@ class Involution(MatrixAlgebra):
         """Do the same where a vector is so small that calls cost more than entries: all of it, pairs seen twice."""
         (a, b), (a_, b_) = (q["a"], q["b"]), (self.sigma(q["a"]), self.sigma(q["b"]))
         y = plus(a * h, b, self.sigma(h))
-        z = plus(a_ * v, b_, self.sigma(v), value=-1) / plus(a * a_, b, b_, value=-1)
-        y_, z_, yy, zz = self.sigma(y), self.sigma(z), y * y, z * z
-        e, f = yy - zz, plus(y * y_, z, z_, value=-1)
+        z = plus(a_ * v, b_, self.sigma(v), value=-1).div_(plus(a * a_, b, b_, value=-1))
+        y_, z_ = self.sigma(y), self.sigma(z)
+        f = plus(y * y_, z, z_, value=-1)
+        yy, zz = y.mul_(y), z.mul_(z)
+        e = yy - zz
 
         def bound() -> Tensor:
             return plus(yy, y_, y_).amax() + plus(zz, z_, z_).amax()
@@ -123,7 +126,7 @@ class Involution(MatrixAlgebra):
         size, ell = how.rule(how.lr, q["ell"], lambda: _symmetric(e, self.sigma(e), f), bound)
         if how.out is not None and not goes(size):
             return q
-        e, f = e * -size, f * -size
+        e, f = (t.mul_(-size) for t in (e, f))
         if how.out is None:
             new = torch.addcmul(a, e, a), torch.addcmul(b, e, b)
         else:  # a and b may be views of it
