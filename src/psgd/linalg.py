@@ -34,7 +34,7 @@ def chunks(n: int, like: Tensor, times: int = 1) -> list[tuple[int, int]]:
     [(0, 65536)]
     """
     size = times * CHUNK
-    if torch.compiler.is_compiling() or like.device.type != "cpu" or n <= 2 * size:
+    if n <= 2 * size or not like.is_cpu or torch.compiler.is_compiling():
         size = n
     return [(i, min(n, i + size)) for i in range(0, n, max(1, size))]
 

@@ -71,11 +71,12 @@ class Involution(MatrixAlgebra):
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
             return super().fitted(q, v, h, how)
-        pieces = chunks(len(h) // 2, h)
-        if len(pieces) == 1 and len(h) % 2 == 0 and how.across is ALONE:
+        n = h.numel()
+        pieces = chunks(n // 2, h)
+        if len(pieces) == 1 and n % 2 == 0 and how.across is ALONE:
             return self._fitted_at_once(q, v, h, how)
-        middle, zero = self.lone(len(h)), h.new_zeros(1)
-        alone = [(q["a"][middle] * h[middle], v[middle] / q["a"][middle])] if len(h) % 2 else []
+        middle, zero = self.lone(n), h.new_zeros(1)
+        alone = [(q["a"][middle] * h[middle], v[middle] / q["a"][middle])] if n % 2 else []
 
         def ends(i: int, j: int) -> tuple[Tensor, ...]:
             return self._ends(q, v, h, i, j)
@@ -124,14 +125,15 @@ class Involution(MatrixAlgebra):
             return plus(yy, y_, y_).amax() + plus(zz, z_, z_).amax()
 
         size, ell = how.rule(how.lr, q["ell"], lambda: _symmetric(e, self.sigma(e), f), bound)
-        if how.out is not None and not goes(size):
-            return q
-        e, f = (t.mul_(-size) for t in (e, f))
         if how.out is None:
-            new = torch.addcmul(a, e, a), torch.addcmul(b, e, b)
-        else:  # a and b may be views of it
-            new = torch.addcmul(a, e, a, out=how.out["a"]), torch.addcmul(b, e, b, out=how.out["b"])
-        return {"a": plus(new[0], f, b_), "b": plus(new[1], f, a_), "ell": ell}
+            e, f = e * -size, f * -size
+            return {"a": plus(torch.addcmul(a, e, a), f, b_), "b": plus(torch.addcmul(b, e, b), f, a_), "ell": ell}
+        if not goes(size):
+            return q
+        back = -float(size)
+        a = torch.addcmul(a, e, a, value=back, out=how.out["a"]).addcmul_(f, b_, value=back)
+        b = torch.addcmul(b, e, b, value=back, out=how.out["b"]).addcmul_(f, a_, value=back)
+        return {"a": a, "b": b, "ell": ell}
 
     def _ends(self, q: Point, v: Tensor, h: Tensor, i: int, j: int) -> tuple[Tensor, ...]:
         """Return a, b, y = Qh and z = Q⁻ᵀv of pairs i … j, each with the partners' after it."""
@@ -146,8 +148,9 @@ class Involution(MatrixAlgebra):
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         if g.ndim > 1:
             return super().precondition(q, g)
-        pieces = chunks(len(g) // 2, g)
-        if len(pieces) == 1 and len(g) % 2 == 0 and lift(q["a"]) is q["a"]:  # then calls cost more than entries
+        n = g.numel()
+        pieces = chunks(n // 2, g)
+        if len(pieces) == 1 and n % 2 == 0 and lift(q["a"]) is q["a"]:  # then calls cost more than entries
             x = self.sigma(q["b"] * (y := plus(q["a"] * g, q["b"], self.sigma(g))))
             return plus(x, q["a"], y) if out is None else torch.addcmul(x, q["a"], y, out=out)
         out = torch.empty_like(g) if out is None else out
@@ -155,8 +158,8 @@ class Involution(MatrixAlgebra):
             (a, a_), (b, b_), (x, x_) = (self.couples(t, i, j) for t in (q["a"], q["b"], g))
             y, y_ = plus(a * x, b, x_), plus(b_ * x, a_, x_)
             self.put(out, i, j, plus(a * y, b_, y_), plus(b * y, a_, y_))
-        if len(g) % 2:
-            middle = self.lone(len(g))
+        if n % 2:
+            middle = self.lone(n)
             out[middle] = q["a"][middle].square() * g[middle]
         return out
 
