@@ -12,7 +12,7 @@ from torch import Tensor
 from psgd.across import ALONE
 from psgd.algebra import MatrixAlgebra
 from psgd.group import How, Point
-from psgd.linalg import batch_sum, chunks, goes, lift, plus
+from psgd.linalg import CHUNK, batch_sum, chunks, goes, lift, plus
 
 
 class Involution(MatrixAlgebra):
@@ -145,7 +145,18 @@ class Involution(MatrixAlgebra):
         z, z_ = z.mul_(inverse), z_.mul_(inverse)
         return a, a_, b, b_, y, y_, z, z_
 
+    def ready(self, q: Point) -> Point:
+        """P itself, diag(p) + diag(r)·σ, where it takes no room to speak of."""
+        a, n = q["a"], q["a"].numel()
+        if n % 2 or n > 4 * CHUNK or lift(a) is not a:
+            return q
+        b_, ab = self.sigma(q["b"]), a * q["b"]
+        return {"p": plus(a * a, b_, b_), "r": ab + self.sigma(ab)}
+
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
+        if "p" in q:
+            g_ = self.sigma(g)
+            return plus(q["p"] * g if out is None else torch.mul(q["p"], g, out=out), q["r"], g_)
         if g.ndim > 1:
             return super().precondition(q, g)
         n = g.numel()
