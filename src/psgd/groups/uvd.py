@@ -23,7 +23,7 @@ def fits(parts: tuple[Group, ...], q: Point, *vectors: Tensor) -> bool:
     """Whether this is such a product, and such a pair."""
     if [type(p) for p in parts] != [LowRank, Diagonal] or not parts[0].moves:
         return False
-    return ordinary(q["0"]["U"], q["0"]["V"], q["1"]["d"]) and ordinary(*vectors) and all(x.ndim == 1 for x in vectors)
+    return all(x.ndim == 1 for x in vectors) and ordinary(q["0"]["U"], q["0"]["V"], q["1"]["d"], *vectors)
 
 
 class Rows(NamedTuple):
