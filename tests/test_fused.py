@@ -61,9 +61,10 @@ def test_the_same_steps(group, n, rule, size, monkeypatch):
         v, h = pair(n, rng)
         new = group.fit(q, v, h, lr=0.4, rule=rule, coin=t % 3 > 0)
         torch.testing.assert_close(new, fit(q, v, h, 0.4, t % 3 > 0, rule), rtol=1e-7, atol=1e-9)
-        torch.testing.assert_close(group.precondition(new, v), precondition(new, v))
-        over = v.clone()
-        torch.testing.assert_close(group.precondition(new, over, over), precondition(new, v))
+        for point in (new, group.ready(new)):
+            torch.testing.assert_close(group.precondition(point, v), precondition(new, v))
+            over = v.clone()
+            torch.testing.assert_close(group.precondition(point, over, over), precondition(new, v))
         q = new
 
 

@@ -25,7 +25,7 @@ class Evaluation:
         self.gradient: Gradients = []
         self._rng: list[Tensor] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        self.seen = Intercept(params, None)
+        self.seen: Intercept  # by `first`
         self.earlier: Intercept | None = None  # products of micro-batches before this one
 
     def plain(self, memory: dict[str, Any]) -> None:
@@ -38,17 +38,17 @@ class Evaluation:
             if not seen:
                 self._backward()
             return
-        before = [(p.grad, 0 if p.grad is None else p.grad._version) for p in self.params]
+        before = [(p, g, 0 if g is None else g._version) for p in self.params for g in (p.grad,)]
         self._call()
-        after = [(p.grad, *was) for p, was in zip(self.params, before, strict=True)]
-        memory["aside"] = all(g is was and (g is None or g._version == version) for g, was, version in after)
-        if not any(_reached(*each) for each in after):
+        memory["aside"] = all(p.grad is g and (g is None or g._version == version) for p, g, version in before)
+        if memory["aside"]:
+            self._backward()
+        elif not any(_reached(p.grad, g, version) for p, g, version in before):
+            after = [p.grad for p in self.params]
             try:
                 self._backward()
             except RuntimeError:  # the graph is gone: a backward pass was there, and left zeros
-                if memory["aside"]:
-                    raise
-                for p, (g, *_) in zip(self.params, after, strict=True):
+                for p, g in zip(self.params, after, strict=True):
                     p.grad = g
 
     def first(self, v: Sequence[Tensor] | None, *, repeatable: bool = True) -> None:
@@ -154,8 +154,7 @@ class Evaluation:
         if self.params and isinstance(loss, Tensor) and loss.requires_grad:
             for p in self.params:
                 p.grad = None
-            with torch.enable_grad():
-                loss.backward()
+            loss.backward()
 
 
 def _reached(grad: Tensor | None, was: Tensor | None, version: int) -> bool:

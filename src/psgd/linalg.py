@@ -34,18 +34,18 @@ def chunks(n: int, like: Tensor, times: int = 1) -> list[tuple[int, int]]:
     [(0, 65536)]
     """
     size = times * CHUNK
-    if torch.compiler.is_compiling() or like.device.type != "cpu" or n <= 2 * size:
+    if n <= 2 * size or not like.is_cpu or torch.compiler.is_compiling():
         size = n
     return [(i, min(n, i + size)) for i in range(0, n, max(1, size))]
 
 
 def ordinary(*tensors: Tensor) -> bool:
     """Whether these are numbers on a CPU, all float32 or all float64: not traced, not batched by vmap."""
+    dtype, wrapped = tensors[0].dtype, torch._C._functorch.is_functorch_wrapped_tensor
     return (
-        not torch.compiler.is_compiling()
-        and {t.dtype for t in tensors} in ({torch.float32}, {torch.float64})
-        and all(t.device.type == "cpu" and type(t) is Tensor for t in tensors)
-        and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+        dtype in (torch.float32, torch.float64)
+        and not torch.compiler.is_compiling()
+        and all(type(t) is Tensor and t.dtype is dtype and t.is_cpu and not wrapped(t) for t in tensors)
     )
 
 

@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors
 from torch.nn import Parameter
 
 from psgd.options import ParamGroup
-from psgd.probes import fill
+from psgd.probes import fill, mix
 from psgd.scope import Scope, State
 
 SMALL = 1 << 20
@@ -34,6 +34,7 @@ class Lockstep:
         self._lengths, self._sizes = [scope.n for scope in scopes], [p.numel() for p in self.params]
         place = {p: i for i, p in enumerate(self.options)}
         self._places = [(place[p], scope.group.probing) for scope in scopes for p in scope.params]
+        self._rng = torch.Generator()
         self._counters = torch.stack([state[p]["step"] for p in self.params])
         for p, counter in zip(self.params, self._counters.unbind(), strict=True):
             state[p]["step"] = counter
@@ -116,10 +117,12 @@ class Lockstep:
 
     def probes(self, seed: int, iteration: int) -> Tensor:
         """Return v ~ N(0, I) as one vector: the same as drawn one by one; zero where nobody looks at it."""
-        v = torch.zeros(sum(self._lengths), dtype=self.dtype)
+        v, state = torch.empty(sum(self._sizes), dtype=self.dtype), mix(seed, iteration)
         for part, (place, wanted) in zip(v.split(self._sizes), self._places, strict=True):
             if wanted:
-                fill(part, seed, iteration, place)
+                fill(part, self._rng.manual_seed(mix(place, state=state)))
+            else:
+                part.zero_()
         return v
 
     def averages(self, g: Tensor) -> dict[Scope, Tensor] | None:

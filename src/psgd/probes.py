@@ -11,13 +11,12 @@ from torch import Tensor
 _MASK = (1 << 64) - 1
 
 
-def mix(*numbers: int) -> int:
-    """Return a 64-bit hash of integers (SplitMix64 over the sequence).
+def mix(*numbers: int, state: int = 0) -> int:
+    """Return a 64-bit hash of integers (SplitMix64 over the sequence), also of those that came before.
 
-    >>> mix(0, 1, 2) == mix(0, 1, 2) != mix(0, 2, 1)
+    >>> mix(2, state=mix(0, 1)) == mix(0, 1, 2) != mix(0, 2, 1)
     True
     """
-    state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -101,15 +100,15 @@ def normal_like(p: Tensor, *numbers: int, whole: int | None = None, runs: Runs |
     return (torch.view_as_complex(v) if p.is_complex() else v).to(dtype=p.dtype, device=p.device)
 
 
-def fill(out: Tensor, *numbers: int) -> None:
-    """Write to a vector what `normal_like` returns for a tensor of as many entries.
+def fill(out: Tensor, rng: torch.Generator) -> None:
+    """Write to a vector what `normal` returns.
 
     >>> x = torch.zeros(6)
-    >>> fill(x, 0, 1)
+    >>> fill(x, generator(0, 1))
     >>> x.view(2, 3).equal(normal_like(torch.zeros(2, 3), 0, 1))
     True
     """
-    if len(out) <= BLOCK:
-        torch.randn(len(out), generator=generator(*numbers), out=out)
+    if out.numel() <= BLOCK:
+        out.normal_(generator=rng)
     else:
-        out.copy_(normal(len(out), generator(*numbers), dtype=out.dtype).view(-1))
+        out.copy_(normal(out.numel(), rng, dtype=out.dtype).view(-1))

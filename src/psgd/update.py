@@ -24,6 +24,8 @@ from psgd.unit import placed, real
 
 _SCALE_PAIRS = 10  # the initial scale is the most cautious of the first ten pairs: one unlucky pair must not set it
 _BALANCE_EVERY = 10
+_FINITE = YES[0]
+_TINY = torch.finfo(torch.bfloat16).tiny
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Update:
         if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
             ok = torch.ones(1, dtype=torch.bool, device=scope.device)
         elif self.sure and scope.alone:
-            ok, curved = YES, bool(h_flat.amax() > 0 or h_flat.amin() < 0)  # finite, as is known; any() takes longer
+            ok, curved = YES, float(h_flat.amax()) > 0 or float(h_flat.amin()) < 0  # any() takes longer
         else:
             each = scope.each(h_flat)
             most = torch.maximum(each.amax(1), -each.amin(1))
@@ -157,7 +159,7 @@ class Update:
             pg = self.options[p]
             together.setdefault(id(pg), (pg, []))[1].append(p)
         for pg, params in together.values():
-            self.move(pg, params, [steps[p] for p in params])
+            self.move(pg, [real(local(p)) for p in params], [steps[p] for p in params])
             counters = [self.state[p]["step"] for p in params]
             if self.sure:
                 torch._foreach_add_(counters, 1)
@@ -165,15 +167,15 @@ class Update:
                 for counter in counters:
                     counter.add_(self.ok)
 
-    def move(self, pg: ParamGroup, params: list[Tensor], steps: list[Tensor]) -> None:
-        """Move the parameters of a param_group."""
-        targets, lr = [real(local(p)) for p in params], pg["lr"]
+    def move(self, pg: ParamGroup, targets: list[Tensor], steps: list[Tensor]) -> None:
+        """Move the parameters of a param_group: what this rank has of them, in reals."""
+        lr = pg["lr"]
         if not schedule(pg).ever:  # then this is SGD, to the last bit
             steps = [t.to(p.dtype) for t, p in zip(steps, targets, strict=True)]
         rates = [lr.reshape(()).to(t) for t in steps] if isinstance(lr, Tensor) else None
         if pg["weight_decay"]:
             decay = pg["weight_decay"]
-            for p, rate in zip(targets, rates or [lr] * len(params), strict=True):
+            for p, rate in zip(targets, rates or [lr] * len(targets), strict=True):
                 fine = torch.promote_types(p.dtype, torch.float32)  # a factor near 1 has no place in bfloat16
                 p.mul_(1 - rate * decay * self.ok.to(p.device, fine))
         if rates is None:
@@ -187,7 +189,6 @@ def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup
 
     What other ranks own counts for the norm of all, and is summed by `owners`.
     """
-    tiny = torch.finfo(torch.bfloat16).tiny
     bounded = lead["max_rms"] is not None and schedule(lead).ever
     if bounded or lead["max_norm"] is not None:
         norms = _norms(scopes, directions)
@@ -197,13 +198,13 @@ def clip(scopes: Sequence[Scope], directions: Sequence[Tensor], lead: ParamGroup
                 if scope.free and all(norm <= lead["max_rms"] * root for norm in norms[i].view(-1).tolist()):
                     continue  # as on most steps
                 rms = norms[i] / root
-                factor = (lead["max_rms"] / rms.clamp_min(tiny)).clamp_max(1)
+                factor = (lead["max_rms"] / rms.clamp_min(_TINY)).clamp_max(1)
                 scope.each(d).mul_(factor)
                 norms[i] = norms[i] * factor
         if lead["max_norm"] is not None:
             norm = _total(scopes, norms, owners, lead["params"][0].device)
             for d in directions:
-                d.mul_((lead["max_norm"] / norm.clamp_min(tiny)).clamp_max(1).to(d))
+                d.mul_((lead["max_norm"] / norm.clamp_min(_TINY)).clamp_max(1).to(d))
     if lead["max_value"] is not None:
         for d in directions:
             d.clamp_(-lead["max_value"], lead["max_value"])
@@ -250,12 +251,11 @@ def finite(tensors: Sequence[Tensor], out: Any) -> Tensor:
     parts = [real(t) for t in tensors]
     loss = out[0] if isinstance(out, (tuple, list)) and out else out
     if isinstance(loss, (float, Tensor)):
-        parts.append(torch.as_tensor(loss).detach())
-    place = parts[0].device
-    if all(t.device.type == "cpu" for t in parts):  # the sum tells, unless finite numbers overflow in it
-        if all(math.isfinite(t.sum()) for t in parts):
-            return torch.ones((), dtype=torch.bool)
-    ends = [end.isfinite() for t in parts if t.numel() for end in (t.amax(), t.amin())]
+        parts.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss))
+    # the sum tells, unless finite numbers overflow in it
+    if all(t.is_cpu for t in parts) and all(math.isfinite(t.sum()) for t in parts):
+        return _FINITE
+    place, ends = parts[0].device, [end.isfinite() for t in parts if t.numel() for end in (t.amax(), t.amin())]
     return torch.stack([torch.ones((), dtype=torch.bool, device=place), *(t.to(place) for t in ends)]).all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from psgd.across import ALONE
 from psgd.algebra import MatrixAlgebra
 from psgd.group import How, Point
-from psgd.linalg import batch_sum, chunks, goes, lift, plus
+from psgd.linalg import CHUNK, batch_sum, chunks, goes, lift, plus
 
 
 class Involution(MatrixAlgebra):
@@ -71,10 +72,12 @@ class Involution(MatrixAlgebra):
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
             return super().fitted(q, v, h, how)
-        pieces, middle, zero = chunks(len(h) // 2, h), self.lone(len(h)), h.new_zeros(1)
-        if len(pieces) == 1 and len(h) % 2 == 0 and how.across is ALONE:
+        n = h.numel()
+        pieces = chunks(n // 2, h)
+        if len(pieces) == 1 and n % 2 == 0 and how.across is ALONE:
             return self._fitted_at_once(q, v, h, how)
-        alone = [(q["a"][middle] * h[middle], v[middle] / q["a"][middle])] if len(h) % 2 else []
+        middle, zero = self.lone(n), h.new_zeros(1)
+        alone = [(q["a"][middle] * h[middle], v[middle] / q["a"][middle])] if n % 2 else []
 
         def ends(i: int, j: int) -> tuple[Tensor, ...]:
             return self._ends(q, v, h, i, j)
@@ -113,22 +116,25 @@ class Involution(MatrixAlgebra):
         """Do the same where a vector is so small that calls cost more than entries: all of it, pairs seen twice."""
         (a, b), (a_, b_) = (q["a"], q["b"]), (self.sigma(q["a"]), self.sigma(q["b"]))
         y = plus(a * h, b, self.sigma(h))
-        z = plus(a_ * v, b_, self.sigma(v), value=-1) / plus(a * a_, b, b_, value=-1)
-        y_, z_, yy, zz = self.sigma(y), self.sigma(z), y * y, z * z
-        e, f = yy - zz, plus(y * y_, z, z_, value=-1)
+        z = plus(a_ * v, b_, self.sigma(v), value=-1).div_(plus(a * a_, b, b_, value=-1))
+        y_, z_ = self.sigma(y), self.sigma(z)
+        f = plus(y * y_, z, z_, value=-1)
+        yy, zz = y.mul_(y), z.mul_(z)
+        e = yy - zz
 
         def bound() -> Tensor:
             return plus(yy, y_, y_).amax() + plus(zz, z_, z_).amax()
 
         size, ell = how.rule(how.lr, q["ell"], lambda: _symmetric(e, self.sigma(e), f), bound)
-        if how.out is not None and not goes(size):
-            return q
-        e, f = e * -size, f * -size
         if how.out is None:
-            new = torch.addcmul(a, e, a), torch.addcmul(b, e, b)
-        else:  # a and b may be views of it
-            new = torch.addcmul(a, e, a, out=how.out["a"]), torch.addcmul(b, e, b, out=how.out["b"])
-        return {"a": plus(new[0], f, b_), "b": plus(new[1], f, a_), "ell": ell}
+            e, f = e * -size, f * -size
+            return {"a": plus(torch.addcmul(a, e, a), f, b_), "b": plus(torch.addcmul(b, e, b), f, a_), "ell": ell}
+        if not goes(size):
+            return q
+        back = -float(size)
+        a = torch.addcmul(a, e, a, value=back, out=how.out["a"]).addcmul_(f, b_, value=back)
+        b = torch.addcmul(b, e, b, value=back, out=how.out["b"]).addcmul_(f, a_, value=back)
+        return {"a": a, "b": b, "ell": ell}
 
     def _ends(self, q: Point, v: Tensor, h: Tensor, i: int, j: int) -> tuple[Tensor, ...]:
         """Return a, b, y = Qh and z = Q⁻ᵀv of pairs i … j, each with the partners' after it."""
@@ -140,11 +146,23 @@ class Involution(MatrixAlgebra):
         z, z_ = z.mul_(inverse), z_.mul_(inverse)
         return a, a_, b, b_, y, y_, z, z_
 
+    def ready(self, q: Point, uses: float = math.inf) -> Point:
+        """P itself, diag(p) + diag(r)·σ, where it takes no room to speak of."""
+        a, n = q["a"], q["a"].numel()
+        if uses == 1 or n % 2 or n > 4 * CHUNK or lift(a) is not a:
+            return q
+        b_, ab = self.sigma(q["b"]), a * q["b"]
+        return {"p": plus(a * a, b_, b_), "r": ab + self.sigma(ab)}
+
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
+        if "p" in q:
+            g_ = self.sigma(g)
+            return plus(q["p"] * g if out is None else torch.mul(q["p"], g, out=out), q["r"], g_)
         if g.ndim > 1:
             return super().precondition(q, g)
-        pieces = chunks(len(g) // 2, g)
-        if len(pieces) == 1 and len(g) % 2 == 0 and lift(q["a"]) is q["a"]:  # then calls cost more than entries
+        n = g.numel()
+        pieces = chunks(n // 2, g)
+        if len(pieces) == 1 and n % 2 == 0 and lift(q["a"]) is q["a"]:  # then calls cost more than entries
             x = self.sigma(q["b"] * (y := plus(q["a"] * g, q["b"], self.sigma(g))))
             return plus(x, q["a"], y) if out is None else torch.addcmul(x, q["a"], y, out=out)
         out = torch.empty_like(g) if out is None else out
@@ -152,8 +170,8 @@ class Involution(MatrixAlgebra):
             (a, a_), (b, b_), (x, x_) = (self.couples(t, i, j) for t in (q["a"], q["b"], g))
             y, y_ = plus(a * x, b, x_), plus(b_ * x, a_, x_)
             self.put(out, i, j, plus(a * y, b_, y_), plus(b * y, a_, y_))
-        if len(g) % 2:
-            middle = self.lone(len(g))
+        if n % 2:
+            middle = self.lone(n)
             out[middle] = q["a"][middle].square() * g[middle]
         return out
 

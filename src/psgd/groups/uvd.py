@@ -23,7 +23,7 @@ def fits(parts: tuple[Group, ...], q: Point, *vectors: Tensor) -> bool:
     """Whether this is such a product, and such a pair."""
     if [type(p) for p in parts] != [LowRank, Diagonal] or not parts[0].moves:
         return False
-    return ordinary(q["0"]["U"], q["0"]["V"], q["1"]["d"]) and ordinary(*vectors) and all(x.ndim == 1 for x in vectors)
+    return all(x.ndim == 1 for x in vectors) and ordinary(q["0"]["U"], q["0"]["V"], q["1"]["d"], *vectors)
 
 
 class Rows(NamedTuple):
@@ -177,6 +177,6 @@ def fitted(q: Point, v: Tensor, h: Tensor, how: How) -> Point | None:
         d, ell_d = q["1"]["d"], q["1"]["ell"]
     else:
         for i, j in pieces(h):
-            torch.addcmul(f.d[i:j], e[i:j].mul_(-size), f.d[i:j], out=d[i:j])
+            torch.addcmul(f.d[i:j], e[i:j], f.d[i:j], value=-float(size), out=d[i:j])
     low_rank = {k: q["0"][k] for k in ("U", "V", "ell_U", "ell_V")} | {moving: moved, "ell_" + moving: ell}
     return {"0": low_rank, "1": {"d": d, "ell": ell_d}}
