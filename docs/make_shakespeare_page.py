@@ -37,10 +37,10 @@ it, and at twice unless half was better. Seconds are the CPU's, of one thread th
 `psgd-kron` is `psgd.kron()` with the options of `psgd.like_adamw`, and whitens the momentum; `psgd-kron-newton` takes
 exact Hessian products, for which attention is computed without torch's fused kernels; `psgd-lra` and `psgd-xmat` whiten
 the gradient with one preconditioner for all parameters. At the numbers of `psgd-kron`, its matrices are multiplied in
-bfloat16 (`-bfloat16`), are along the shorter axis alone (`-short`: 128 of 512×128), or are
-updated in every iteration (`-every`), with pauses while the fit is good (`-adaptive`), or with pauses after 40
-iterations, not 100 (`-fewer`: what 40 does was not tried before). `psgd-kron-newton-half` is Newton at half of the
-rate. `muon-bfloat16` is Muon at its numbers, multiplied in bfloat16 as its package does; everyone else is in float32.
+bfloat16 (`-bfloat16`), are along the shorter axis alone (`-short`: 128 of 512×128), or are updated in every iteration
+(`-every`), with pauses while the fit is good (`-adaptive`), or with pauses after 40 iterations, not 100 (`-fewer`, also
+`-fewer-bfloat16`: what 40 does was not tried before). `psgd-kron-newton-half` is Newton at half of the rate.
+`muon-bfloat16` is Muon at its numbers, multiplied in bfloat16 as its package does; everyone else is in float32.
 
 Defaults have a history that is not counted. Those of `like_adamw` were chosen for short runs of this network: how
 quickly factors follow, and along which axes, in 26 runs on held-out training text of this task, the weight of the

@@ -18,8 +18,8 @@ half as many iterations (`-half`: at half of its rate); `psgd-lra` and `psgd-xma
 defaults. At the numbers of `psgd-kron`, `psgd-kron-bfloat16` multiplies matrices in bfloat16, `psgd-kron-short` has a
 matrix along the shorter axis alone (128 of 512×128), `psgd-kron-every` updates its factors in every iteration,
 `psgd-kron-adaptive` pauses while the fit is good, and `psgd-kron-fewer` begins to pause after 40 iterations instead of
-100. `muon-bfloat16` is `muon`, at its numbers, that multiplies in bfloat16 as its package does (`muon` itself does so
-only on a GPU). Everyone else is in float32.
+100 (with `-bfloat16`, also that). `muon-bfloat16` is `muon`, at its numbers, that multiplies in bfloat16 as its package
+does (`muon` itself does so only on a GPU). Everyone else is in float32.
 
 The aim is that of `shakespeare`: AdamW's last loss in half of its iterations, and in less time than any other method.
 What multiplies in float32 is held against others that do, and then against all; what rounds to bfloat16 against all.
@@ -147,15 +147,18 @@ class Variant:
 
 NEWTON = kron(curvature=psgd.hessian, precond_prob=psgd.Decaying(start=50, floor=0.05))
 
+FEWER, COARSE = psgd.Decaying(start=40, floor=0.05), functools.partial(psgd.kron, products=torch.bfloat16)
+
 VARIANTS = {
-    "psgd-kron-bfloat16": Variant("psgd-kron", kron(lambda: psgd.kron(products=torch.bfloat16))),
+    "psgd-kron-bfloat16": Variant("psgd-kron", kron(COARSE)),
     "psgd-kron-short": Variant("psgd-kron", kron(lambda: psgd.kron(max_skew=1.0))),
     "psgd-kron-every": Variant("psgd-kron", kron(precond_prob=1.0)),
     "psgd-kron-adaptive": Variant("psgd-kron", kron(precond_prob=psgd.Adaptive())),
     "psgd-kron-newton-half": Variant("psgd-kron-newton", NEWTON, rate=0.5),
     # last, so that the cells of earlier records keep their numbers
     "muon-bfloat16": Variant("muon", functools.partial(muons, rounded=True)),
-    "psgd-kron-fewer": Variant("psgd-kron", kron(precond_prob=psgd.Decaying(start=40, floor=0.05))),
+    "psgd-kron-fewer": Variant("psgd-kron", kron(precond_prob=FEWER)),
+    "psgd-kron-fewer-bfloat16": Variant("psgd-kron", kron(COARSE, precond_prob=FEWER)),
 }
 
 BUILDS: dict[str, Builder] = {
