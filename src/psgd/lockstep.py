@@ -52,6 +52,7 @@ class Lockstep:
         cuts = () if self._kept is None else self._kept.split(self._lengths)
         self._cuts = dict(zip(self.scopes, cuts, strict=False))
         self._ahead = torch.empty_like(self._kept) if self._kept is not None and self._fresh else None
+        self._drawn: list[Tensor] = []  # a vector and its parts, from the first step that asks for probes
 
     def _parts(self, vector: Tensor) -> list[Tensor]:
         """Return the part of each parameter, in its shape."""
@@ -117,13 +118,17 @@ class Lockstep:
 
     def probes(self, seed: int, iteration: int) -> Tensor:
         """Return v ~ N(0, I) as one vector: the same as drawn one by one; zero where nobody looks at it."""
-        v, state = torch.empty(sum(self._sizes), dtype=self.dtype), mix(seed, iteration)
-        for part, (place, wanted) in zip(v.split(self._sizes), self._places, strict=True):
+        drawn, state = self._drawn, mix(seed, iteration)
+        if not drawn:
+            v = torch.empty(sum(self._sizes), dtype=self.dtype)
+            drawn = [v, *v.split(self._sizes)]
+            self._drawn = [] if self._kept is None else drawn
+        for part, (place, wanted) in zip(drawn[1:], self._places, strict=True):
             if wanted:
                 fill(part, self._rng.manual_seed(mix(place, state=state)))
             else:
                 part.zero_()
-        return v
+        return drawn[0]
 
     def averages(self, g: Tensor) -> dict[Scope, Tensor] | None:
         """m ← βm + (1−β)g, as a plain mean while that weighs g more; return m + fresh·(g − m).

@@ -62,8 +62,8 @@ class Update:
             if not (scope.free and bool(ok.all())):
                 h_flat = torch.where(ok[:, None], each, 0).view(-1)
         if scope.pair is not None:
-            own = fit(scope.group) != scope.group.whiten  # else h may be what P m is written over
-            scope.pair = (v_flat, h_flat if own else h_flat.clone())
+            own = fit(scope.group) != scope.group.whiten  # else h may be what P m is written over, and v is drawn over
+            scope.pair = (v_flat, h_flat) if own else (v_flat.clone(), h_flat.clone())
         if not curved:
             return
         scope.fresh = True
