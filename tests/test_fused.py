@@ -1,5 +1,7 @@
 """Forms made for speed are the derived ones: chunk by chunk, over several chunks, written over what they start from."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from psgd import (
     Diagonal,
     InverseFree,
     Normalized,
+    Scalar,
     Smoothed,
     XMat,
     linalg,
@@ -19,6 +22,7 @@ from psgd import (
 from psgd.group import Group, How
 from psgd.groups import blocks, uvd
 from psgd.points import leaves
+from psgd.step_size import StepSize
 
 CASES = [
     (g, n)
@@ -187,3 +191,77 @@ def test_the_optimizer_keeps_its_storage(group):
     kept = copied(opt.state[p]["q"])
     opt.step(lambda: (p**2).sum() * float("nan"))
     assert all(torch.equal(a, b) for a, b in zip(leaves(opt.state[p]["q"]), leaves(kept), strict=True))
+
+
+class Fixed(StepSize):
+    """A step of one size, so that the mean over steps is the step of the mean; L is what the bound is."""
+
+    def __call__(self, lr, ell, norm, bound):
+        return torch.as_tensor(lr, dtype=ell.dtype), bound()
+
+
+KNOWING = [(Diagonal(), 3), (Scalar(), 3), (XMat(), 4), (XMat(), 5), (XMat(), 1), (Butterfly(), 4)]
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["in one piece", "in several"])
+@pytest.mark.parametrize("pairs", [(), (1,), (3,)], ids=str)
+@pytest.mark.parametrize(("group", "n"), KNOWING, ids=str)
+def test_whitening_takes_the_mean_over_all_probes_and_looks_at_none(group, n, pairs, small, monkeypatch):
+    if small:
+        monkeypatch.setattr(linalg, "CHUNK", 1)
+    rng, count = torch.Generator().manual_seed(0), pairs[0] if pairs else 1
+    q = group.init(n, dtype=torch.float64)
+    for _ in range(3):
+        v, h = torch.randn(2, n, generator=rng, dtype=torch.float64)
+        q = group.fit(q, v, h, lr=0.3)
+    h = torch.randn(*pairs, n, generator=rng, dtype=torch.float64)
+    signs = torch.tensor(list(itertools.product([1.0, -1.0], repeat=n)), dtype=torch.float64)  # their mean of vvᵀ is I
+    probes = [s * torch.eye(1, count).T.to(s) * count**0.5 if pairs else s for s in signs]  # one is as good as `count`
+    each = [group.fit(q, v, h, lr=0.1, rule=Fixed()) for v in probes]
+    assert not group.probing
+    new = group.whiten(q, torch.full((n,), torch.nan), h, lr=0.1, rule=Fixed())
+    for key in new.keys() - {"ell"}:
+        torch.testing.assert_close(new[key], torch.stack([p[key] for p in each]).mean(0))
+    over = copied(q)
+    again = group.whiten(over, torch.zeros(n), h, lr=0.1, rule=Fixed(), out=over)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(new), leaves(again), strict=True))
+
+
+@pytest.mark.parametrize("rule", [Fixed(), Normalized()], ids=str)
+@pytest.mark.parametrize(("group", "n"), [(XMat(), 20), (XMat(), 21), (Butterfly(), 20)], ids=str)
+def test_whitening_in_closed_form_is_the_derived_one(group, n, rule, monkeypatch):
+    rng, q = torch.Generator().manual_seed(0), group.init(n, dtype=torch.float64)
+    for t in range(5):
+        h = torch.randn(n, generator=rng, dtype=torch.float64)
+        with monkeypatch.context() as m:
+            m.setattr(linalg, "CHUNK", 4 if t % 2 else linalg.CHUNK)
+            fused = group.whiten(q, h, h, lr=0.1, rule=rule)
+        derived = group.whiten(q, h, h[None], lr=0.1, rule=rule)  # a batch of one
+        for key in "ab":
+            torch.testing.assert_close(fused[key], derived[key])
+        if rule == Normalized():
+            torch.testing.assert_close(fused["ell"], derived["ell"])
+        else:  # the trace bounds the norm, of what is brought by v
+            assert 1 - 1e-9 <= fused["ell"] / derived["ell"] <= 2
+        q = fused
+
+
+def test_whitening_without_probes_finds_the_inverse_root_of_the_covariance():
+    rng, root = torch.Generator().manual_seed(0), torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    group, q, p = XMat(), XMat().init(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    for t in range(4000):
+        q = group.whiten(q, torch.zeros(2), root @ torch.randn(2, generator=rng, dtype=torch.float64), lr=0.05)
+        if t >= 2000:
+            p += group.precondition(q, torch.eye(2, dtype=torch.float64)) / 2000
+    torch.testing.assert_close(p, torch.linalg.inv(root), rtol=0.1, atol=0.03)
+
+
+@pytest.mark.parametrize("size", [1e-16, 1e-8, 1e8, 1e15])
+@pytest.mark.parametrize("group", [Diagonal(), XMat(), Butterfly()], ids=str)
+def test_whitening_of_gradients_of_any_size(group, size):
+    h = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    q, large = group.init(20), group.init(20, scale=size**-0.5)
+    for _ in range(3):
+        q, large = group.whiten(q, h, h, lr=0.3), group.whiten(large, h, size * h, lr=0.3)
+    for key in q.keys() - {"ell"}:
+        torch.testing.assert_close(large[key] * size**0.5, q[key])

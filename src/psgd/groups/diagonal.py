@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,13 @@ class Diagonal(MatrixAlgebra):
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         return (q["d"] * g if out is None else torch.mul(q["d"], g, out=out)).mul_(q["d"])
+
+    @property
+    def probing(self) -> bool:
+        return False
+
+    def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        return self.fitted(q, _mean(h), h, how)
 
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         """As for every algebra, chunk by chunk."""
@@ -122,3 +130,15 @@ class Scalar(MatrixAlgebra):
 
     def norm(self, e: Point) -> Tensor:
         return maximum_modulus(e["s"])
+
+    @property
+    def probing(self) -> bool:
+        return False
+
+    def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        return self.fitted(q, _mean(h), h, how)
+
+
+def _mean(h: Tensor) -> Tensor:
+    """Return the probe that gives what random ones give in the mean, for as many pairs as there are."""
+    return torch.full_like(h[(0,) * (h.ndim - 1)], math.prod(h.shape[:-1]) ** 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -69,30 +70,46 @@ class Involution(MatrixAlgebra):
     def put(self, x: Tensor, i: int, j: int, low: Tensor, high: Tensor) -> None:
         """Write the first members of pairs i … j, and their partners."""
 
+    @property
+    def probing(self) -> bool:
+        return False
+
     def fitted(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
         if v.ndim > 1 or h.ndim > 1 or lift(q["a"]) is not q["a"]:
             return super().fitted(q, v, h, how)
+        return self._moved(q, v, h, how)
+
+    def whitened(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+        """As `fitted`, with the mean over v of what a random probe gives: that of (1, 0) and (0, 1), for each pair."""
+        if h.ndim == 1 and lift(q["a"]) is q["a"]:
+            return self._moved(q, None, h, how)
+        entry = torch.arange(h.shape[-1], device=h.device)
+        first = (entry <= self.sigma(entry)).to(lift(h))
+        return super().fitted(q, math.prod(h.shape[:-1]) ** 0.5 * torch.stack((first, 1 - first)), h, how)
+
+    def _moved(self, q: Point, v: Tensor | None, h: Tensor, how: How) -> Point:
+        """Return the point after a step on one pair; without v, on the mean over all."""
         n = h.numel()
         pieces = chunks(n // 2, h)
         if len(pieces) == 1 and n % 2 == 0 and how.across is ALONE:
-            return self._fitted_at_once(q, v, h, how)
+            return self._moved_at_once(q, v, h, how)
         middle, zero = self.lone(n), h.new_zeros(1)
-        alone = [(q["a"][middle] * h[middle], v[middle] / q["a"][middle])] if n % 2 else []
+        alone = [(q["a"][middle] * h[middle], (1 if v is None else v[middle]) / q["a"][middle])] if n % 2 else []
 
-        def ends(i: int, j: int) -> tuple[Tensor, ...]:
+        def ends(i: int, j: int) -> tuple[list[Tensor], Pair, list[Pair]]:
             return self._ends(q, v, h, i, j)
 
         def norm() -> Tensor:
-            found = [_symmetric(*_residual(*ends(i, j)[4:])).reshape(1) for i, j in pieces]
+            found = [_symmetric(*_residual(*ends(i, j)[1:])).reshape(1) for i, j in pieces]
             found += [zero, *((y.square() - z.square()).abs() for y, z in alone)]
             return how.across.max(torch.cat(found).amax())[0]
 
         def bound() -> Tensor:
             ups, downs = [zero, *(y.square() for y, _ in alone)], [zero, *(z.square() for _, z in alone)]
             for i, j in pieces:
-                *_, y, y_, z, z_ = ends(i, j)
-                ups.append(plus(y * y, y_, y_).amax().reshape(1))
-                downs.append(plus(z * z, z_, z_).amax().reshape(1))
+                _, y, zs = ends(i, j)
+                ups.append(_largest([y]).reshape(1))
+                downs.append(_largest(zs).reshape(1))
             up, down = how.across.max(torch.cat(ups).amax(), torch.cat(downs).amax())
             return up + down
 
@@ -101,29 +118,37 @@ class Involution(MatrixAlgebra):
             return q
         new = {k: torch.empty_like(q[k]) if how.out is None else how.out[k] for k in ("a", "b")} | {"ell": ell}
         for i, j in pieces:
-            a, a_, b, b_, *rest = ends(i, j)
-            e, e_, f = (t.mul_(-size) for t in _residual(*rest))  # [[e, f], [f, e′]] times [[a, b], [b′, a′]]
+            (a, a_, b, b_), y, zs = ends(i, j)
+            e, e_, f = (t.mul_(-size) for t in _residual(y, zs))  # [[e, f], [f, e′]] times [[a, b], [b′, a′]]
             a_new = plus(torch.addcmul(a, e, a), f, b_), plus(torch.addcmul(a_, f, b), e_, a_)
             b_new = plus(torch.addcmul(b, e, b), f, a_), plus(torch.addcmul(b_, f, a), e_, b_)
             self.put(new["a"], i, j, *a_new)  # only now: the old ones may be views of it
             self.put(new["b"], i, j, *b_new)
-        for y, z in alone:
-            new["a"][middle] = q["a"][middle] * (1 - size * (y.square() - z.square()))
+        for one, other in alone:
+            new["a"][middle] = q["a"][middle] * (1 - size * (one.square() - other.square()))
             new["b"][middle] = 0
         return new
 
-    def _fitted_at_once(self, q: Point, v: Tensor, h: Tensor, how: How) -> Point:
+    def _moved_at_once(self, q: Point, v: Tensor | None, h: Tensor, how: How) -> Point:
         """Do the same where a vector is so small that calls cost more than entries: all of it, pairs seen twice."""
         (a, b), (a_, b_) = (q["a"], q["b"]), (self.sigma(q["a"]), self.sigma(q["b"]))
-        y = plus(a * h, b, self.sigma(h))
-        z = plus(a_ * v, b_, self.sigma(v), value=-1).div_(plus(a * a_, b, b_, value=-1))
-        y_, z_ = self.sigma(y), self.sigma(z)
-        f = plus(y * y_, z, z_, value=-1)
-        yy, zz = y.mul_(y), z.mul_(z)
+        y, det = plus(a * h, b, self.sigma(h)), plus(a * a_, b, b_, value=-1)
+        y_ = self.sigma(y)
+        f, yy = y * y_, y.mul_(y)
+        if v is None:
+            inverse, half = det.reciprocal_(), slice(h.numel() // 2)  # one of two partners
+            zz, zz_ = plus(a_ * a_, b_, b_), plus(a[half] * a[half], b[half], b[half])
+            zz, zz_ = zz.mul_(inverse).mul_(inverse), zz_.mul_(inverse[half]).mul_(inverse[half])
+            f = plus(f, plus(a_ * b, b_, a).mul_(inverse), inverse)
+            down = zz[half] + zz_  # the trace
+        else:
+            z = plus(a_ * v, b_, self.sigma(v), value=-1).div_(det)
+            z_ = self.sigma(z)
+            f, zz = plus(f, z, z_, value=-1), z.mul_(z)
         e = yy - zz
 
         def bound() -> Tensor:
-            return plus(yy, y_, y_).amax() + plus(zz, z_, z_).amax()
+            return plus(yy, y_, y_).amax() + (plus(zz, z_, z_) if v is not None else down).amax()
 
         size, ell = how.rule(how.lr, q["ell"], lambda: _symmetric(e, self.sigma(e), f), bound)
         if how.out is None:
@@ -136,15 +161,18 @@ class Involution(MatrixAlgebra):
         b = torch.addcmul(b, e, b, value=back, out=how.out["b"]).addcmul_(f, a_, value=back)
         return {"a": a, "b": b, "ell": ell}
 
-    def _ends(self, q: Point, v: Tensor, h: Tensor, i: int, j: int) -> tuple[Tensor, ...]:
-        """Return a, b, y = Qh and z = Q⁻ᵀv of pairs i … j, each with the partners' after it."""
-        (a, a_), (b, b_) = self.couples(q["a"], i, j), self.couples(q["b"], i, j)
-        (v, v_), (h, h_) = self.couples(v, i, j), self.couples(h, i, j)
+    def _ends(self, q: Point, v: Tensor | None, h: Tensor, i: int, j: int) -> tuple[list[Tensor], Pair, list[Pair]]:
+        """Return a and b, y = Qh, and z = Q⁻ᵀv of each probe, of pairs i … j with the partners' after it."""
+        (a, a_), (b, b_), (h, h_) = (self.couples(t, i, j) for t in (q["a"], q["b"], h))
         inverse = plus(a * a_, b, b_, value=-1).reciprocal_()
-        y, y_ = plus(a * h, b, h_), plus(b_ * h, a_, h_)
-        z, z_ = plus(a_ * v, b_, v_, value=-1), plus(a * v_, b, v, value=-1)
-        z, z_ = z.mul_(inverse), z_.mul_(inverse)
-        return a, a_, b, b_, y, y_, z, z_
+        y = plus(a * h, b, h_), plus(b_ * h, a_, h_)
+        if v is None:
+            zs = [(a_ * inverse, -b * inverse), (-b_ * inverse, a * inverse)]
+        else:
+            v, v_ = self.couples(v, i, j)
+            z, z_ = plus(a_ * v, b_, v_, value=-1), plus(a * v_, b, v, value=-1)
+            zs = [(z.mul_(inverse), z_.mul_(inverse))]
+        return [a, a_, b, b_], y, zs
 
     def ready(self, q: Point, uses: float = math.inf) -> Point:
         """P itself, diag(p) + diag(r)·σ, where it takes no room to speak of."""
@@ -254,10 +282,20 @@ class Butterfly(Involution):
         x[k + i : k + j] = high
 
 
-def _residual(y: Tensor, y_: Tensor, z: Tensor, z_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+Pair = tuple[Tensor, Tensor]
+
+
+def _largest(ys: list[Pair]) -> Tensor:
+    """Return the largest trace of Σ yyᵀ, over the pairs of entries: the norm for one y, at most twice that for two."""
+    return functools.reduce(torch.add, (plus(y * y, y_, y_) for y, y_ in ys)).amax()
+
+
+def _residual(y: Pair, zs: list[Pair]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the diagonal and the corner of each pair's 2×2 residual."""
-    corner = plus(y * y_, z, z_, value=-1)
-    return plus(y * y, z, z, value=-1), plus(y_ * y_, z_, z_, value=-1), corner
+    e, e_, f = y[0] * y[0], y[1] * y[1], y[0] * y[1]
+    for z, z_ in zs:
+        e, e_, f = plus(e, z, z, value=-1), plus(e_, z_, z_, value=-1), plus(f, z, z_, value=-1)
+    return e, e_, f
 
 
 def _symmetric(e: Tensor, e_: Tensor, f: Tensor) -> Tensor:
