@@ -227,7 +227,7 @@ def test_whitening_takes_the_mean_over_all_probes_and_looks_at_none(group, n, pa
     assert all(torch.equal(a, b) for a, b in zip(leaves(new), leaves(again), strict=True))
 
 
-@pytest.mark.parametrize("rule", [Fixed(), Normalized()], ids=str)
+@pytest.mark.parametrize("rule", [Fixed(), Normalized()], ids=["fixed", "normalized"])
 @pytest.mark.parametrize(("group", "n"), [(XMat(), 20), (XMat(), 21), (Butterfly(), 20)], ids=str)
 def test_whitening_in_closed_form_is_the_derived_one(group, n, rule, monkeypatch):
     rng, q = torch.Generator().manual_seed(0), group.init(n, dtype=torch.float64)
