@@ -246,7 +246,8 @@ class ShardedScope(Scope):
         if not self._low_rank:  # whose own form does it
             point, v, h = {k: lift(t) for k, t in point.items()}, lift(v), lift(h)
             point = point if how.scale is None else self.group.scaled(point, how.scale())
-        return self.group.fitted(point, v, h, how._replace(out=point, across=self.across))
+        move = self.group.whitened if fit(self.group) == self.group.whiten else self.group.fitted
+        return move(point, v, h, how._replace(out=point, across=self.across))
 
     def balance(self, ok: Tensor) -> Callable[[], None]:
         if not self._low_rank:

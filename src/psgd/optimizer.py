@@ -291,7 +291,7 @@ class PSGD(Optimizer):
             m = update.refreshed(averaged)
             fit: Fit = operator.attrgetter("fit" if h is not None else "whiten")
             if fitting and h is None:
-                wanted = [(s.group.noisy, p) for s in scopes if s.group.probing for p in s.params]
+                wanted = [(s.group.noisy, p) for s in scopes if s.probing(grads) for p in s.params]
                 looked_at = [p for noisy, p in wanted if noisy or p in grads]
                 late = [p for p in looked_at if p not in v]  # also gradients put on what does not require one
                 drawn = v | dict(zip(late, self._probes(late), strict=True))

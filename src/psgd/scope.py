@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,6 +160,11 @@ class Scope:
         return x.view(len(self.units), -1)
 
     # --- what a step asks for
+
+    def probing(self, grads: Container[Tensor]) -> bool:
+        """Return whether whitening takes a probe: only its zeros tell which parameters of a unit had no gradient."""
+        known = [[p in grads for p in unit.params] for unit in self.units]
+        return self.group.probing or any(any(unit) and not all(unit) for unit in known)
 
     def precondition(
         self, x: Tensor, out: Tensor | None = None, pause: Callable[[], float] = lambda: math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +31,10 @@ _TINY = torch.finfo(torch.bfloat16).tiny
 
 @dataclass(frozen=True)
 class Update:
-    """The gradients of one step, with each parameter's options, and whether all is finite: if not, nothing moves."""
+    """The gradients of one step, with each parameter's options, and whether all is finite: if not, nothing moves.
+
+    In lockstep, where all parameters have gradients, none are listed.
+    """
 
     state: State
     options: dict[Tensor, ParamGroup]
@@ -51,6 +55,8 @@ class Update:
         A pair without curvature says nothing: Q would grow for ever.
         """
         pg, curved = self.options[scope.params[0]], True
+        if self.grads and scope.probing(self.grads) and not scope.group.probing:
+            fit = operator.attrgetter("fit")
         if scope.across is not ALONE:  # which finds out for itself what is finite, from all ranks
             ok = torch.ones(1, dtype=torch.bool, device=scope.device)
         elif self.sure and scope.alone:

@@ -10,6 +10,7 @@ from toys import EVERY_STEP, batches, mlp, preconditioner, quadratic, regression
 from psgd import (
     DCT,
     PSGD,
+    Butterfly,
     Dense,
     Diagonal,
     Identity,
@@ -64,6 +65,22 @@ def test_a_parameter_without_gradient_takes_no_part_in_the_pair(group):
         for _ in range(5):
             opt.step(lambda p=params[0]: squares(p))
     torch.testing.assert_close(used, alone)
+
+
+@pytest.mark.parametrize("group", [Diagonal(), XMat(), Butterfly()], ids=str)
+def test_whitening_lets_what_has_no_gradient_not_grow(group):
+    a, b = leaf(2), leaf(2)
+    opt = PSGD([a, b], group, precond_prob=1.0, curvature=whiten)
+
+    def step(loss):
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return torch.cat([x for key, x in opt.state[b]["q"].items() if key != "ell"])
+
+    before = [step(squares(a, b)) for _ in range(10)][-1]  # until the scale is found
+    after = [step(squares(a)) for _ in range(50)][-1]
+    assert torch.equal(after, before) if group == Diagonal() else after.norm() <= before.norm()  # others mix a and b
 
 
 @each_group

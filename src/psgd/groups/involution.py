@@ -140,15 +140,16 @@ class Involution(MatrixAlgebra):
             zz, zz_ = plus(a_ * a_, b_, b_), plus(a[half] * a[half], b[half], b[half])
             zz, zz_ = zz.mul_(inverse).mul_(inverse), zz_.mul_(inverse[half]).mul_(inverse[half])
             f = plus(f, plus(a_ * b, b_, a).mul_(inverse), inverse)
-            down = zz[half] + zz_  # the trace
+            down = functools.partial(torch.add, zz[half], zz_)  # the trace
         else:
             z = plus(a_ * v, b_, self.sigma(v), value=-1).div_(det)
             z_ = self.sigma(z)
             f, zz = plus(f, z, z_, value=-1), z.mul_(z)
+            down = functools.partial(plus, zz, z_, z_)
         e = yy - zz
 
         def bound() -> Tensor:
-            return plus(yy, y_, y_).amax() + (plus(zz, z_, z_) if v is not None else down).amax()
+            return plus(yy, y_, y_).amax() + down().amax()
 
         size, ell = how.rule(how.lr, q["ell"], lambda: _symmetric(e, self.sigma(e), f), bound)
         if how.out is None:
