@@ -270,6 +270,16 @@ def test_a_step_takes_as_many_operations_for_many_tensors_as_for_few():
     assert counts[0] == counts[1] < 25
 
 
+@pytest.mark.parametrize(("group", "held"), [(XMat(), 4), (lra(2), 4 * 7)], ids=["known mean", "drawn"])
+def test_where_no_probe_is_looked_at_none_takes_memory(group, held):
+    p = nn.Parameter(torch.randn(7))
+    opt = PSGD([p], group, curvature=whiten)
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        opt.step()
+    assert opt._runtime["lockstep"].probes(0, 0).untyped_storage().nbytes() == held
+
+
 # --- found by a reviewer, each of them in an earlier form of it
 
 
