@@ -55,10 +55,17 @@ SECONDS = """
 
 `{ours}` reaches AdamW's loss in {iterations:,} iterations and {seconds:.0f} s, `{quickest}` in {their_iterations:,} and
 {their_seconds:.0f} s. Beside an iteration of `adamw`, one of `{quickest}` takes {their_more:.0f} ms more, on average.
-Of `{ours}`, an update of all factors takes {update:.0f} ms, by the difference to `{every}`, and there are {updates} of
+Of `{ours}`, an update of all factors takes {update:.0f} ms, by the difference to `{other}`, and there are {updates} of
 them until then: {spent:.0f} s; all else, P m and P itself after an update, takes {rest:.0f} ms of an iteration more
 than `adamw` does. Neither depends on the batch; an iteration of `adamw`, with the gradient of {tokens:,} characters,
-takes {adamw:.0f} ms.
+takes {adamw:.0f} ms. Without updates it would be {without:.0f} s.
+"""
+
+SECONDS_ROUNDED = """
+`{ours}` reaches it in {iterations:,} iterations and {seconds:.0f} s, `{quickest}` in {their_iterations:,} and
+{their_seconds:.0f} s. One of `{quickest}` takes {their_more:.0f} ms more than one of `adamw`. An update takes
+{update:.0f} ms, by the difference to `{other}`, {spent:.0f} s in all; the rest {rest:.0f} ms of an iteration more than
+`adamw`. Without updates it would be {without:.0f} s.
 """
 
 ROUNDED = """
@@ -174,36 +181,46 @@ def numbers(run: store.Run) -> dict[str, dict[str, Any]]:
     return found
 
 
-def costs(results: Sequence[Result], ours: str = "psgd-kron", every: str = "psgd-kron-every") -> str:
+def costs(results: Sequence[Result]) -> str:
     """Say what our seconds are spent on, where another method needs fewer."""
-    found = shakespeare.by_method(results)
-    reached = shakespeare.arrivals(found)
-    quickest = next(iter(shakespeare.rivals(found, ours)))  # of those in float32, as ours is
-    if ours not in reached or reached[ours][1] <= reached[quickest][1]:
-        return ""
-    (one, other), config = shakespeare.same_seeds(found, ours, every)[0], found[ours][0].config
-    more, updates = (other.last(key) - one.last(key) for key in ("seconds", "updates"))
-    if not updates:  # so short is the run
-        return ""
-    (iterations, seconds), update = reached[ours], more / updates
-    made = max(r["updates"] for r in one.records if r["step"] <= iterations)
-    plain, theirs = pace(found["adamw"]), pace(found[quickest])
-    return SECONDS.format(
-        ours=ours,
-        every=every,
-        quickest=quickest,
-        iterations=iterations,
-        seconds=seconds,
-        their_iterations=reached[quickest][0],
-        their_seconds=reached[quickest][1],
-        their_more=1000 * (theirs - plain),
-        update=1000 * update,
-        updates=made,
-        spent=update * made,
-        rest=1000 * ((seconds - update * made) / iterations - plain),
-        tokens=config.batch * config.block,
-        adamw=1000 * plain,
+    in_float32 = spent(results, "psgd-kron", "psgd-kron-every")  # beside others in float32, too
+    in_bfloat16 = spent(results, "psgd-kron-bfloat16", "psgd-kron-fewer-bfloat16")
+    return "".join(
+        text.format(**found) for text, found in ((SECONDS, in_float32), (SECONDS_ROUNDED, in_bfloat16)) if found
     )
+
+
+def spent(results: Sequence[Result], ours: str, other: str) -> dict[str, Any]:
+    """Return what the seconds of ours are spent on, by the difference to one with another number of updates."""
+    found = shakespeare.by_method(results)
+    reached, config = shakespeare.arrivals(found), found["adamw"][0].config
+    quickest = next(iter(shakespeare.rivals(found, ours)), "")
+    if ours not in reached or quickest not in reached or reached[ours][1] <= reached[quickest][1]:
+        return {}
+    pairs = shakespeare.same_seeds(found, ours, other)
+    more, updates = (sum(b.last(key) - a.last(key) for a, b in pairs) for key in ("seconds", "updates"))
+    if not updates:  # so short is the run
+        return {}
+    (iterations, seconds), update = reached[ours], more / updates
+    made = max(r["updates"] for r in found[ours][0].records if r["step"] <= iterations)
+    plain, theirs = pace(found["adamw"]), pace(found[quickest])
+    return {
+        "ours": ours,
+        "other": other,
+        "quickest": quickest,
+        "iterations": iterations,
+        "seconds": seconds,
+        "their_iterations": reached[quickest][0],
+        "their_seconds": reached[quickest][1],
+        "their_more": 1000 * (theirs - plain),
+        "update": 1000 * update,
+        "updates": made,
+        "spent": update * made,
+        "without": seconds - update * made,
+        "rest": 1000 * ((seconds - update * made) / iterations - plain),
+        "tokens": config.batch * config.block,
+        "adamw": 1000 * plain,
+    }
 
 
 def pace(results: Sequence[Result]) -> float:
