@@ -45,7 +45,8 @@ class Lockstep:
                 state[p]["momentum"] = part.view(p.shape)
             self._means = dict(zip(self.scopes, self._mean.split(self._lengths), strict=True))
         held = ((state[p], state[p].get("momentum") if self._beta else None) for p in self.params)
-        self._held = [(p, mine, mine["q"], mine["step"], m) for p, (mine, m) in zip(self.params, held, strict=True)]
+        self._held = [(mine, mine["q"], mine["step"], m) for mine, m in held]
+        self._states = list(state.values())
         # Fresh memory costs more than what is done in it, where that is little: then it is kept.
         self._kept = torch.empty(sum(self._sizes), dtype=self.dtype) if sum(self._sizes) <= SMALL else None
         self._views = [] if self._kept is None else self._parts(self._kept)
@@ -85,8 +86,10 @@ class Lockstep:
             same = pg is mine and len(pg["params"]) == len(params) and _weights(pg) == (self._beta, self._fresh)
             if not same or not all(map(operator.is_, pg["params"], params)):
                 return False
-        for p, found, q, step, m in self._held:
-            if state.get(p) is not found or found.get("q") is not q or found.get("step") is not step:
+        if len(state) != len(self._states) or not all(map(operator.is_, state.values(), self._states)):
+            return False
+        for found, q, step, m in self._held:
+            if found.get("q") is not q or found.get("step") is not step:
                 return False
             if m is not None and found.get("momentum") is not m:
                 return False

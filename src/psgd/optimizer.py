@@ -243,7 +243,7 @@ class PSGD(Optimizer):
             evaluation.earlier = pending
             memory["stepping"] = True
             try:
-                with torch.enable_grad():
+                with contextlib.nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
                     if v:
                         h = source.pair(evaluation, v, memory)
                     else:
