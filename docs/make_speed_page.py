@@ -1,6 +1,7 @@
 """Write docs/speed.md from results/bench: `./run python docs/make_speed_page.py`.
 
-`./run bench --out results/bench/all` makes what it is written from, or one folder for some of the sections each.
+`./run bench --out results/bench/all` makes what it is written from, or one folder for some of the sections each. Of a
+table that several runs have made, the newest counts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HEAD = """# Speed
 
 `./run bench` measures what a step costs: ours and the peers take turns in one process, on one thread, and the least
 time of each counts. A step alone is told in copies of n float32, the least that moves n numbers at all; an iteration,
-gradient included, in iterations of plain SGD. All tables, with what failed:
+gradient included, in iterations of plain SGD. All tables, with what failed, of which the newest of each counts here:
 
 {runs}
 
@@ -62,7 +63,11 @@ gradients are finite before anything moves. Behind a peer is ours here:
 def page() -> str:
     """Return the page."""
     records = {path.parent.name: json.loads(path.read_bytes()) for path in sorted(BENCH.glob("*/bench.json"))}
-    found = [Measurement(**m | {"families": tuple(m["families"])}) for r in records.values() for m in r["measurements"]]
+    tables: dict[str, list[Measurement]] = {}
+    for record in sorted(records.values(), key=lambda r: str(r["about"]["started"])):
+        made_here = [Measurement(**m | {"families": tuple(m["families"])}) for m in record["measurements"]]
+        tables |= {name: [m for m in made_here if m.table == name] for name in dict.fromkeys(m.table for m in made_here)}
+    found = [m for table in tables.values() for m in table]
     judged = [v for v in verdicts(found) if v.met is not None]
     head = HEAD.format(runs="\n".join(made(folder, record["about"]) for folder, record in records.items()))
     missed = [v for v in judged if not v.met]

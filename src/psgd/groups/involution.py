@@ -136,20 +136,19 @@ class Involution(MatrixAlgebra):
         y_ = self.sigma(y)
         f, yy = y * y_, y.mul_(y)
         if v is None:
-            inverse, half = det.reciprocal_(), slice(h.numel() // 2)  # one of two partners
-            zz, zz_ = plus(a_ * a_, b_, b_), plus(a[half] * a[half], b[half], b[half])
-            zz, zz_ = zz.mul_(inverse).mul_(inverse), zz_.mul_(inverse[half]).mul_(inverse[half])
+            inverse = det.reciprocal_()
+            zz = plus(a_ * a_, b_, b_).mul_(inverse).mul_(inverse)
             f = plus(f, plus(a_ * b, b_, a).mul_(inverse), inverse)
-            down = functools.partial(torch.add, zz[half], zz_)  # the trace
         else:
             z = plus(a_ * v, b_, self.sigma(v), value=-1).div_(det)
             z_ = self.sigma(z)
             f, zz = plus(f, z, z_, value=-1), z.mul_(z)
-            down = functools.partial(plus, zz, z_, z_)
         e = yy - zz
 
         def bound() -> Tensor:
-            return plus(yy, y_, y_).amax() + down().amax()
+            """Of traces, the sum over two partners."""
+            up, down = (torch.add(*self.couples(t, 0, h.numel() // 2)).amax() for t in (yy, zz))
+            return up + down
 
         size, ell = how.rule(how.lr, q["ell"], lambda: _symmetric(e, self.sigma(e), f), bound)
         if how.out is None:
