@@ -100,6 +100,34 @@ class Floor(Runner):
         self.optimizer.step()
 
 
+class Idle(torch.optim.Optimizer):
+    """One whose step evaluates the gradient and does nothing with it."""
+
+    def step(self, closure: Any = None) -> None:  # wrapped by torch, for its profiler and hooks
+        self.evaluate(closure)
+
+    def evaluate(self, closure: Any) -> None:
+        """Evaluate the gradient."""
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+        with torch.enable_grad():
+            closure().backward()
+
+
+class Evaluated(Runner):
+    """The gradient alone: outside of a step, or inside of one."""
+
+    def __init__(self, model: nn.Module, inside: bool) -> None:
+        super().__init__(Idle(model.parameters(), {}), model)
+        self.evaluate = self.optimizer.step if inside else self.optimizer.evaluate
+
+    def iterate(self, loss: Loss) -> None:
+        self.evaluate(loss)
+
+
+GRADIENT, INSIDE = "floor: the gradient alone", "floor: the gradient alone, in a step of torch's Optimizer"
+
+
 def exact_pair(loss: Loss, params: Sequence[Tensor]) -> None:
     """Take g and Hv by differentiating twice."""
     g = torch.autograd.grad(loss(), params, create_graph=True)
@@ -351,16 +379,22 @@ def muon(rounded: bool) -> Callable[[nn.Module], Runner]:
 
 
 def floors() -> list[Contestant]:
-    """Return what the pair alone costs, of each source."""
+    """Return what the gradient alone costs, and the pair alone, of each source."""
     pairs = {"hessian": exact_pair, "hessian, forward over reverse": forward_pair, "finite difference": difference_pair}
     return [
-        Contestant(
-            f"floor: the pair alone, {source}",
-            functools.partial(Floor, take=take),
-            twice=take is not difference_pair,
-            given=False,
-        )
-        for source, take in pairs.items()
+        *(
+            Contestant(name, functools.partial(Evaluated, inside=inside), updates=False, given=False)
+            for name, inside in ((GRADIENT, False), (INSIDE, True))
+        ),
+        *(
+            Contestant(
+                f"floor: the pair alone, {source}",
+                functools.partial(Floor, take=take),
+                twice=take is not difference_pair,
+                given=False,
+            )
+            for source, take in pairs.items()
+        ),
     ]
 
 

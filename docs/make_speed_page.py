@@ -20,7 +20,7 @@ import roofline  # noqa: E402
 from bars import SIZE, Verdict, rivalries, verdicts  # noqa: E402
 from iterations import columns, title  # noqa: E402
 from measurement import Measurement  # noqa: E402
-from peers import RANK  # noqa: E402
+from peers import GRADIENT, INSIDE, RANK  # noqa: E402
 from workloads import GPT_  # noqa: E402
 
 import psgd  # noqa: E402
@@ -60,13 +60,21 @@ gradients are finite before anything moves. Behind a peer is ours here:
 """
 
 
+AROUND = """
+Ours are torch.optim.Optimizers, as SGD is; psgd-torch's are not, and do without what torch puts around each step for
+its hooks and its profiler. By itself that takes, of an iteration: {said}.
+"""
+
+
 def page() -> str:
     """Return the page."""
     records = {path.parent.name: json.loads(path.read_bytes()) for path in sorted(BENCH.glob("*/bench.json"))}
     tables: dict[str, list[Measurement]] = {}
     for record in sorted(records.values(), key=lambda r: str(r["about"]["started"])):
         made_here = [Measurement(**m | {"families": tuple(m["families"])}) for m in record["measurements"]]
-        tables |= {name: [m for m in made_here if m.table == name] for name in dict.fromkeys(m.table for m in made_here)}
+        tables |= {
+            name: [m for m in made_here if m.table == name] for name in dict.fromkeys(m.table for m in made_here)
+        }
     found = [m for table in tables.values() for m in table]
     judged = [v for v in verdicts(found) if v.met is not None]
     head = HEAD.format(runs="\n".join(made(folder, record["about"]) for folder, record in records.items()))
@@ -172,7 +180,18 @@ def peers(found: list[Measurement]) -> str:
     for pair in behind:
         where = f"{pair.peer.table}: {pair.peer.column}"
         lines.append(report.line([where, pair.peer.row, pair.ours.row, report.number(pair.ratio)]))
-    return text + ("\n".join(lines) if behind else "Nowhere.") + "\n"
+    return text + ("\n".join(lines) if behind else "Nowhere.") + "\n" + around(found)
+
+
+def around(found: list[Measurement]) -> str:
+    """Say what torch puts around a step, where that was measured."""
+    cells = {(m.table, m.row): m.value for m in found if m.row in (GRADIENT, INSIDE) and m.value is not None}
+    said = [
+        f"{cells[table, INSIDE] - cells[table, row]:.1%} of SGD's in {table.removeprefix('Iteration, ')}"
+        for table, row in cells
+        if row == GRADIENT and (table, INSIDE) in cells
+    ]
+    return AROUND.format(said="; ".join(said)) if said else ""
 
 
 if __name__ == "__main__":
