@@ -217,7 +217,10 @@ def arrange(
                     state[p]["scope"] = at
     if create and fresh:
         options = {m.param: m.options for m in fresh}
-        for scope in together(fresh, owner):
+        made = together(fresh, owner)
+        for scope in made:
+            scope.check()  # all of them, before any has a state
+        for scope in made:
             number = max(scopes, default=-1) + 1
             scopes[number] = scope
             _create(scope, state, number, options)

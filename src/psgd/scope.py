@@ -89,6 +89,11 @@ class Scope:
     def _start(self, scale: float, rng: torch.Generator) -> Point:
         return self.group.init(self.n, scale=scale, generator=rng, dtype=self.dtype, device=self.device)
 
+    def check(self) -> None:
+        """Raise a ValueError if the group has no points of this size or dtype."""
+        if self.units:
+            self._template()
+
     def restore(self, state: State) -> None:
         """Take the point from the per-parameter state, as after a load, a copy or a move."""
         try:
