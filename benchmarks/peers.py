@@ -246,7 +246,7 @@ def our_contestants() -> list[Contestant]:
         f"lra({RANK})": psgd.lra(RANK),
         "kron": psgd.kron(),
         "kron along short axes": psgd.kron(max_skew=1.0),
-        "kron in bfloat16": psgd.kron(products=torch.bfloat16),
+        "kron in bfloat16": psgd.kron(psgd.Quadratic(), products=torch.bfloat16),
     }
     found = []
     for name, group in groups.items():

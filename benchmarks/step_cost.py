@@ -132,7 +132,7 @@ def kron(given: Pairs, rule: Kron = psgd.kron()) -> psgd.Group:  # noqa: B008 - 
     return psgd.Blocks(math.prod(given.matrix), one) if given.count > 1 else one
 
 
-TRIANGULAR, COARSE = psgd.kron(psgd.Triangular()), psgd.kron(products=torch.bfloat16)
+TRIANGULAR, COARSE = psgd.kron(psgd.Triangular()), psgd.kron(psgd.Quadratic(), products=torch.bfloat16)
 
 
 # --- psgd-torch, by its functions with its classes' default options

@@ -16,6 +16,7 @@ from psgd import (
     Conjugate,
     Dense,
     Diagonal,
+    Direct,
     DirectSum,
     Identity,
     IncompleteTriangular,
@@ -25,6 +26,7 @@ from psgd import (
     Normalization,
     Padded,
     Permute,
+    Positive,
     Product,
     Shift,
     Smoothed,
@@ -51,12 +53,24 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: Blocks(3, DCT()).init(3, scale=2.0), "DCT() is orthogonal and takes no scale, got 2.0"),
     (
         lambda: InverseFree((2,), (Triangular(),)),
-        "InverseFree needs factors Dense(), Diagonal() or Identity(), got Triangular()",
+        "InverseFree with Quadratic() needs factors Dense(), Diagonal() or Identity(), got Triangular()",
     ),
     (lambda: InverseFree((2,), (Dense(),), damping=-1.0), "InverseFree needs damping >= 0, got damping=-1.0"),
     (
         lambda: InverseFree((2,), (Dense(),), products=torch.float16),
         "products needs a dtype of the range of float32, as torch.bfloat16, got torch.float16",
+    ),
+    (
+        lambda: InverseFree((2,), (Positive(),), Direct(), products=torch.bfloat16),
+        "products are of Quadratic() and Procrustes(), which move Q, got torch.bfloat16 for Direct()",
+    ),
+    (
+        lambda: Positive().init(2, dtype=torch.bfloat16),
+        "Positive() needs numbers of at least float32, got torch.bfloat16, in which P would not stay positive",
+    ),
+    (
+        lambda: Positive().fit(Positive().init(2), torch.ones(2), torch.ones(2)),
+        "Positive() moves as a factor of InverseFree, by Direct(), and of no other group",
     ),
     (
         lambda: (InverseFree((2,), (Dense(),)) @ Diagonal()).fit(

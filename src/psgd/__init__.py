@@ -28,6 +28,7 @@ from psgd.groups.diagonal import Diagonal as Diagonal
 from psgd.groups.diagonal import Scalar as Scalar
 from psgd.groups.direct_sum import DirectSum as DirectSum
 from psgd.groups.incomplete_triangular import IncompleteTriangular as IncompleteTriangular
+from psgd.groups.inverse_free import Direct as Direct
 from psgd.groups.inverse_free import InverseFree as InverseFree
 from psgd.groups.inverse_free import Procrustes as Procrustes
 from psgd.groups.inverse_free import Quadratic as Quadratic
@@ -46,6 +47,7 @@ from psgd.groups.named import two_grid as two_grid
 from psgd.groups.normalization import Normalization as Normalization
 from psgd.groups.padded import Padded as Padded
 from psgd.groups.permutation import permutation as permutation
+from psgd.groups.positive import Positive as Positive
 from psgd.groups.product import Product as Product
 from psgd.groups.triangular import LowerTriangular as LowerTriangular
 from psgd.groups.triangular import Triangular as Triangular

@@ -13,9 +13,8 @@ from torch import nn
 from psgd.curvature import Curvature, whiten_momentum
 from psgd.group import Group
 from psgd.groups.constant import Identity
-from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
-from psgd.groups.inverse_free import InverseFree, Motion, Quadratic, check_products
+from psgd.groups.inverse_free import Direct, InverseFree, Motion, check_products
 from psgd.groups.kronecker import Kronecker
 from psgd.groups.triangular import Triangular
 from psgd.schedule import Decaying
@@ -31,7 +30,7 @@ _KERNEL = 16
 class Kron:
     """A rule from a tensor's shape, and its name, to Q = A₁ ⊗ A₂ ⊗ …; made by `kron`."""
 
-    factor: Triangular | Motion = Quadratic()  # noqa: RUF009 - frozen
+    factor: Triangular | Motion = Direct()  # noqa: RUF009 - frozen
     max_size: int = 8192
     max_skew: float = 4.0
     memory: float = 4.5
@@ -41,11 +40,10 @@ class Kron:
     products: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        check_products(self.products)
-        if self.products is not None and isinstance(self.factor, Triangular):
-            raise ValueError(f"products are of Quadratic() and Procrustes(), got {self.products} for {self.factor}")
         if not isinstance(self.factor, (Triangular, Motion)):
-            raise ValueError(f"kron needs a factor Triangular(), Quadratic() or Procrustes(), got {self.factor!r}")
+            wanted = "Direct(), Quadratic(), Procrustes() or Triangular()"
+            raise ValueError(f"kron needs a factor {wanted}, got {self.factor!r}")
+        check_products(self.products, self.factor)
         for key in ("max_size", "max_skew", "memory", "damping"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"kron needs {key} >= 0, got {getattr(self, key)}")
@@ -59,7 +57,7 @@ class Kron:
         if len(shape) > 3 and max(shape[2:]) <= _KERNEL:  # one axis: its own are too short for a product each
             shape = (*shape[:2], math.prod(shape[2:]))
         dense = self.dense(shape)
-        matrix = self.factor if isinstance(self.factor, Triangular) else Dense()
+        matrix = self.factor if isinstance(self.factor, Triangular) else self.factor.part
         parts = tuple(matrix if i in dense else Diagonal() if n > 1 else Identity() for i, n in enumerate(shape))
         if max(shape) == 1:
             parts = (Diagonal(), *parts[1:])
@@ -90,7 +88,7 @@ class Kron:
 
 
 def kron(
-    factor: Triangular | Motion = Quadratic(),  # noqa: B008 - frozen
+    factor: Triangular | Motion = Direct(),  # noqa: B008 - frozen
     *,
     max_size: int = 8192,
     max_skew: float = 4.0,
@@ -103,22 +101,22 @@ def kron(
     """Kronecker preconditioning of every tensor: a matrix along each axis that is not too long, else a diagonal.
 
     Args:
-        factor: how a matrix moves: `Quadratic()` and `Procrustes()` keep it symmetric, by products alone;
-            `Triangular()` is the paper's, with solves.
+        factor: how a matrix moves: `Direct()` moves P, `Quadratic()` and `Procrustes()` a symmetric Q, by products
+            alone, the last two in bfloat16, too; `Triangular()` is the paper's, with solves.
         max_size: no matrix along an axis longer than this.
         max_skew: no matrix with more than max_skew times the entries of the tensor.
         memory: the matrices of a tensor have at most this many times its entries together.
         damping: noise in every entry of a gradient, relative to their root mean square (not for `Triangular`): where
             there is no gradient at all, P would grow for ever without.
-        products: in which dtype matrices are multiplied, all else being done in their own (not for `Triangular`):
-            `torch.bfloat16`, where that is much faster.
+        products: in which dtype matrices are multiplied, all else being done in their own, as in
+            `kron(psgd.Quadratic(), products=torch.bfloat16)`, where that is much faster; for what moves Q by products.
         affine: a module whose layers' weights and biases are preconditioned together, as one matrix [W b].
             The optimizer then needs names: `PSGD(model.named_parameters(), …)`.
         overrides: from patterns of names (as of files) to a rule from shape to group, the first that fits.
 
     >>> import psgd
     >>> kron()((3, 4))
-    InverseFree(shape=(3, 4), parts=(Dense(), Dense()), motion=Quadratic(), damping=0.001, products=None)
+    InverseFree(shape=(3, 4), parts=(Positive(), Positive()), motion=Direct(), damping=0.001, products=None)
     >>> kron(psgd.Triangular())((4, 4))
     Kronecker(shape=(4, 4), parts=(Triangular(), Triangular()))
     >>> kron(overrides={"*.bias": lambda shape: psgd.XMat()})((4,), "head.bias")

@@ -194,6 +194,7 @@ def test_the_numbers_of_ours(name):
         "psgd-kron-fewer-bfloat16": psgd.Decaying(40, 0.05),
         "psgd-kron-short": usual["precond_prob"],
         "psgd-kron-bfloat16": usual["precond_prob"],
+        "psgd-kron-quadratic": usual["precond_prob"],
         "psgd-kron-newton": psgd.Decaying(50, 0.05),
         "psgd-kron-newton-half": psgd.Decaying(50, 0.05),
     }
@@ -202,7 +203,9 @@ def test_the_numbers_of_ours(name):
     assert options["precond_prob"] == schedules.get(name, psgd.Regular(0.1, warmup=100))
     assert options["curvature"] == curvatures.get(name, psgd.whiten_momentum)
     rules = {"psgd-lra": psgd.lra(10), "psgd-xmat": psgd.XMat(), "psgd-kron-short": psgd.kron(max_skew=1.0)}
-    rules |= dict.fromkeys(("psgd-kron-bfloat16", "psgd-kron-fewer-bfloat16"), psgd.kron(products=torch.bfloat16))
+    coarse = psgd.kron(psgd.Quadratic(), products=torch.bfloat16)
+    rules |= dict.fromkeys(("psgd-kron-bfloat16", "psgd-kron-fewer-bfloat16"), coarse)
+    rules["psgd-kron-quadratic"] = psgd.kron(psgd.Quadratic())
     assert options["group"] == rules.get(name, psgd.kron())
     assert options["max_value"] == (10.0 if name.startswith("psgd-kron") else None)
     assert options["fresh"] == (usual["fresh"] if name.startswith("psgd-kron") else 0.0)

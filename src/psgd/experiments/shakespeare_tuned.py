@@ -15,10 +15,11 @@ unless half was better. The numbers are:
 
 `psgd-kron` is `psgd.kron()` with the options of `psgd.like_adamw`; `psgd-kron-newton` takes exact Hessian products, on
 half as many iterations (`-half`: at half of its rate); `psgd-lra` and `psgd-xmat` whiten the gradient, with PSGD's
-defaults. At the numbers of `psgd-kron`, `psgd-kron-bfloat16` multiplies matrices in bfloat16, `psgd-kron-short` has a
-matrix along the shorter axis alone (128 of 512×128), `psgd-kron-every` updates its factors in every iteration,
-`psgd-kron-adaptive` pauses while the fit is good, and `psgd-kron-fewer` begins to pause after 40 iterations instead of
-100 (with `-bfloat16`, also that). `muon-bfloat16` is `muon`, at its numbers, that multiplies in bfloat16 as its package
+defaults. At the numbers of `psgd-kron`, `psgd-kron-quadratic` moves Q instead of P, as the trials did,
+`psgd-kron-bfloat16` also multiplies matrices in bfloat16, `psgd-kron-short` has a matrix along the shorter axis alone
+(128 of 512×128), `psgd-kron-every` updates its factors in every iteration, `psgd-kron-adaptive` pauses while the fit is
+good, and `psgd-kron-fewer` begins to pause after 40 iterations instead of 100 (`-fewer-bfloat16`: in bfloat16).
+`muon-bfloat16` is `muon`, at its numbers, that multiplies in bfloat16 as its package
 does (`muon` itself does so only on a GPU). Everyone else is in float32.
 
 The aim is that of `shakespeare`: AdamW's last loss in half of its iterations, and in less time than any other method.
@@ -147,7 +148,11 @@ class Variant:
 
 NEWTON = kron(curvature=psgd.hessian, precond_prob=psgd.Decaying(start=50, floor=0.05))
 
-FEWER, COARSE = psgd.Decaying(start=40, floor=0.05), functools.partial(psgd.kron, products=torch.bfloat16)
+FEWER = psgd.Decaying(start=40, floor=0.05)
+
+QUADRATIC = functools.partial(psgd.kron, psgd.Quadratic())
+
+COARSE = functools.partial(QUADRATIC, products=torch.bfloat16)
 
 VARIANTS = {
     "psgd-kron-bfloat16": Variant("psgd-kron", kron(COARSE)),
@@ -159,6 +164,7 @@ VARIANTS = {
     "muon-bfloat16": Variant("muon", functools.partial(muons, rounded=True)),
     "psgd-kron-fewer": Variant("psgd-kron", kron(precond_prob=FEWER)),
     "psgd-kron-fewer-bfloat16": Variant("psgd-kron", kron(COARSE, precond_prob=FEWER)),
+    "psgd-kron-quadratic": Variant("psgd-kron", kron(QUADRATIC)),
 }
 
 BUILDS: dict[str, Builder] = {

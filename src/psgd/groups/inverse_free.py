@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from psgd.groups.constant import Identity
 from psgd.groups.dense import Dense
 from psgd.groups.diagonal import Diagonal
 from psgd.groups.kronecker import Kronecker
+from psgd.groups.positive import Positive
 from psgd.linalg import frobenius, lift, maximum_modulus, ordinary, plus, spectral_norm, subtract, symmetric_product
 from psgd.step_size import StepSize
 
@@ -26,6 +28,9 @@ class Motion(ABC):
     R is Q in the dtype in which matrices are multiplied, that of sG or of X; they are added up in that of Q. All may be
     stacks of matrices, along leading axes.
     """
+
+    part: ClassVar[Dense | Positive] = Dense()
+    """What is moved: Q, or P."""
 
     @abstractmethod
     def matrix(self, q: Tensor, r: Tensor, g: Tensor) -> Tensor:
@@ -40,30 +45,56 @@ class Motion(ABC):
         return self.matrix(q, r, _less(x @ x.mT, _wide(c)))
 
 
+class Congruence(Motion):
+    """M ← (I − σsG) M (I − σsG), M = Q or P: symmetric, to the last bit, and positive by construction."""
+
+    share: ClassVar[float]
+    """σ: with it, P moves by the same at first order whether it is M or MᵀM, where G and M commute."""
+
+    def matrix(self, q: Tensor, r: Tensor, g: Tensor) -> Tensor:
+        """Return M − σs(GM + MG) + σ²s²GMG."""
+        left = g @ r
+        change = torch.sub(left, symmetric_product(left, g), alpha=self.share / 2)
+        return torch.sub(q, _symmetric(change), alpha=self.share)
+
+    def narrow(self, q: Tensor, r: Tensor, x: Tensor, c: Tensor) -> Tensor:
+        """Return α²M − XZᵀ − ZXᵀ, where α = 1 + σc and Z = σαMX − ½σ²X(XᵀMX)."""
+        alpha, mx = _wide(1 + self.share * c), r @ x
+        less = torch.add(-self.share * alpha.to(x) * mx, x @ symmetric_product(x.mT, mx), alpha=self.share**2 / 2)  # −Z
+        return plus(_symmetric(x @ less.mT).to(q), q, alpha.square())
+
+
 @dataclass(frozen=True)
-class Quadratic(Motion):
-    """Q ← (I − ½sG) Q (I − ½sG): symmetric, to the last bit, and positive by construction.
+class Quadratic(Congruence):
+    """Q ← (I − ½sG) Q (I − ½sG).
 
     >>> one = torch.ones(1, 1)
     >>> Quadratic().matrix(one, one, 0.5 * one)
     tensor([[0.5625]])
     """
 
-    def matrix(self, q: Tensor, r: Tensor, g: Tensor) -> Tensor:
-        """Return Q − ½sGQ − ½sQG + ¼s²GQG."""
-        left = g @ r
-        change = torch.sub(left, symmetric_product(left, g), alpha=0.25)
-        return torch.sub(q, _symmetric(change), alpha=0.5)
-
-    def narrow(self, q: Tensor, r: Tensor, x: Tensor, c: Tensor) -> Tensor:
-        """Return α²Q − XZᵀ − ZXᵀ, where α = 1 + ½c and Z = ½αQX − ⅛X(XᵀQX)."""
-        alpha, qx = _wide(1 + 0.5 * c), r @ x
-        less = torch.add(-0.5 * alpha.to(x) * qx, x @ symmetric_product(x.mT, qx), alpha=0.125)  # −Z
-        return plus(_symmetric(x @ less.mT).to(q), q, alpha.square())
+    share = 0.5
 
     def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
         """Return (1 − ½sg)²d."""
         return (1 - 0.5 * g).square() * d
+
+
+@dataclass(frozen=True)
+class Direct(Congruence):
+    """P ← (I − sG) P (I − sG): P itself is kept, so that Ph takes one product; in at least float32.
+
+    >>> one = torch.ones(1, 1)
+    >>> Direct().matrix(one, one, 0.5 * one)
+    tensor([[0.2500]])
+    """
+
+    share = 1.0
+    part = Positive()
+
+    def diagonal(self, d: Tensor, g: Tensor) -> Tensor:
+        """Return (1 − sg)d, the root of what P would be multiplied by."""
+        return (1 - g) * d
 
 
 @dataclass(frozen=True)
@@ -128,10 +159,11 @@ class InverseFree(Kronecker):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_products(self.products)
         for part in self.parts:
-            if not isinstance(part, (Dense, Diagonal, Identity)):
-                raise ValueError(f"InverseFree needs factors Dense(), Diagonal() or Identity(), got {part}")
+            if not isinstance(part, (type(self.motion.part), Diagonal, Identity)):
+                wanted = f"{self.motion.part}, Diagonal() or Identity()"
+                raise ValueError(f"InverseFree with {self.motion} needs factors {wanted}, got {part}")
+        check_products(self.products, self.motion)
         if not self.damping >= 0:
             raise ValueError(f"InverseFree needs damping >= 0, got damping={self.damping}")
 
@@ -228,7 +260,7 @@ class InverseFree(Kronecker):
         """Return how many leading axes the leaves of a point have."""
         for i in self._moving():
             leaf = next(leaf for key, leaf in q[str(i)].items() if key != "ell")
-            return leaf.ndim - (2 if isinstance(self.parts[i], Dense) else 1)
+            return leaf.ndim - (1 if isinstance(self.parts[i], Diagonal) else 2)
         return 0
 
     def _noisy(self, q: Point, h: Tensor, v: Tensor) -> Tensor:
@@ -247,7 +279,7 @@ class InverseFree(Kronecker):
         lr, axes, units, new = self.share(how.lr), self._moving(), self._units(q), {}
         q = self._rooted(q, math.prod(h.shape[units:]))
         ph = self._multiplied(q, h)
-        matrix = ph.ndim == units + 1 and len(axes) == len(self.shape) == 2 and all("Q" in q[str(i)] for i in axes)
+        matrix = ph.ndim == units + 1 and len(axes) == len(self.shape) == 2 and all("d" not in q[str(i)] for i in axes)
         shared: list[Tensor] = []
         for i in sorted(axes, key=self.shape.__getitem__):  # the shorter first, which takes less to know the norm
             y, known = None if v is None else self._columns(v, i, units), shared if matrix else []
@@ -261,8 +293,8 @@ class InverseFree(Kronecker):
 
         ‖XXᵀ‖ may be known: X of one axis of a matrix is Xᵀ of the other.
         """
-        key = "Q" if "Q" in p else "d"
-        old, many, dense = lift(p[key]), float(x.shape[-1]), key == "Q"
+        key = next(key for key in ("Q", "P", "d") if key in p)
+        old, many, dense = lift(p[key]), float(x.shape[-1]), key != "d"
         norm: Callable[[Tensor], Tensor] = spectral_norm if dense else functools.partial(maximum_modulus, axes=1)
         square: Callable[[Tensor], Tensor] = _gram if dense else _squares
         x, *ys = (t.to((dense and self.products) or old.dtype) for t in (x, y) if t is not None)
@@ -292,10 +324,14 @@ class InverseFree(Kronecker):
         return {key: new if new.dtype == p[key].dtype else subtract(p[key], 1.0, old - new), "ell": ell}
 
 
-def check_products(products: torch.dtype | None) -> None:
-    """Raise unless this is a dtype in which nothing overflows that does not in float32."""
-    if products is not None and not (products.is_floating_point and torch.finfo(products).max > 1e38):
+def check_products(products: torch.dtype | None, motion: object) -> None:
+    """Raise unless this is a dtype in which nothing overflows that does not in float32, and the motion is one of Q."""
+    if products is None:
+        return
+    if not (products.is_floating_point and torch.finfo(products).max > 1e38):
         raise ValueError(f"products needs a dtype of the range of float32, as torch.bfloat16, got {products}")
+    if not isinstance(motion, Motion) or isinstance(motion.part, Positive):
+        raise ValueError(f"products are of Quadratic() and Procrustes(), which move Q, got {products} for {motion}")
 
 
 def _gram(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from psgd.algebra import MatrixAlgebra
 from psgd.group import Group, Point, Residual, Where
 from psgd.groups.composite import Composite
 from psgd.groups.low_rank import LowRank
+from psgd.groups.positive import Positive
 from psgd.step_size import StepSize
 
 
@@ -58,7 +59,7 @@ class Kronecker(Composite):
     def balance(self, q: Point) -> Point:
         """Give the factors that are matrix algebras one common norm, besides balancing each."""
         q = super().balance(q)
-        able = {str(i): part for i, part in enumerate(self.parts) if isinstance(part, MatrixAlgebra)}
+        able = {str(i): part for i, part in enumerate(self.parts) if isinstance(part, (MatrixAlgebra, Positive))}
         if len(able) < 2:
             return q
         logs = torch.stack([part.norm(_coordinates(q[i])).log() for i, part in able.items()])
