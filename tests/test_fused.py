@@ -11,8 +11,10 @@ from psgd import (
     Butterfly,
     Dense,
     Diagonal,
+    Direct,
     InverseFree,
     Normalized,
+    Positive,
     Scalar,
     Smoothed,
     XMat,
@@ -21,7 +23,7 @@ from psgd import (
 )
 from psgd.group import Group, How
 from psgd.groups import blocks, uvd
-from psgd.points import leaves
+from psgd.points import leaves, size
 from psgd.step_size import StepSize
 
 CASES = [
@@ -125,7 +127,13 @@ def test_nothing_is_written_over_by_a_step_that_is_not_finite(group, spoiled):
     assert all(torch.equal(a, b) for a, b in zip(leaves(q), leaves(before), strict=True) if a.ndim)
 
 
-STACKS = [Blocks(4, Dense()), Blocks(10, InverseFree((5, 2), (Dense(), Dense()))), Blocks(5, lra(2))]
+DIRECT = InverseFree((5, 2), (Positive(), Diagonal()), Direct())
+STACKS = [
+    Blocks(4, Dense()),
+    Blocks(10, InverseFree((5, 2), (Dense(), Dense()))),
+    Blocks(10, DIRECT),
+    Blocks(5, lra(2)),
+]
 
 
 @pytest.mark.parametrize("piece", [1, 300, blocks.PIECE])
@@ -146,6 +154,21 @@ def test_blocks_are_written_over_piece_by_piece_but_for_those_that_are_not_finit
     for was, a, b in zip(leaves(q), leaves(new), leaves(out), strict=True):
         assert torch.equal(was[spoiled], b[spoiled])
         torch.testing.assert_close(*(torch.cat((t[:spoiled], t[spoiled + 1 :])) for t in (a, b)))
+
+
+@pytest.mark.parametrize("piece", [1, 300, blocks.PIECE])
+@pytest.mark.parametrize("group", STACKS, ids=str)
+def test_blocks_are_multiplied_piece_by_piece_in_what_is_given(group, piece, monkeypatch):
+    monkeypatch.setattr(blocks, "PIECE", piece)
+    rng = torch.Generator().manual_seed(0)
+    q = group.whiten(group.init(20, generator=rng), *pair(20, rng, torch.float32))
+    for g in (pair(20, rng, torch.float32)[1], torch.stack(pair(20, rng, torch.float32))):
+        whole, before, out = group.precondition(q, g), g.clone(), torch.empty_like(g)
+        torch.testing.assert_close(group.precondition(q, g, out), whole)
+        assert torch.equal(g, before)
+        torch.testing.assert_close(group.precondition(q, g, g), whole)
+    written = group.precondition(q, g, out).data_ptr() == out.data_ptr()
+    assert written == (piece == 1 or (piece == 300 and size(q) >= 450))  # a piece at a time, if there are several
 
 
 def test_a_rate_of_zero_writes_nothing():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from psgd.across import ALONE, Across, local
 from psgd.group import How
-from psgd.linalg import lift
+from psgd.linalg import CHUNK, lift
 from psgd.options import ParamGroup, schedule
 from psgd.points import YES
 from psgd.probes import mix
@@ -80,7 +80,7 @@ class Update:
         how = How(pg["precond_lr"], coin, pg["rule"])
         if pg["init_scale"] is None and group.scalable and not scope.settled:
             noise = group.noisy and fit(group) == group.whiten  # which says nothing of the size of h
-            factors = _rescale(scope, torch.zeros_like(v_flat) if noise else v_flat, h_flat, ok)
+            factors = _rescale(scope, None if noise else v_flat, h_flat, ok)
             if scope.across is not ALONE:
                 how = how._replace(scale=lambda: factors()[0])
             else:
@@ -270,17 +270,19 @@ def balance(scopes: Sequence[Scope], lead: ParamGroup, ok: Tensor) -> list[Calla
     return [scope.balance(ok) for scope in scopes if lead["updates"] % _BALANCE_EVERY == _BALANCE_EVERY - 1]
 
 
-def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Callable[[], Tensor]:
+def _rescale(scope: Scope, v: Tensor | None, h: Tensor, ok: Tensor) -> Callable[[], Tensor]:
     """Return what gives the factors that bring each unit's Q to the scale P ≈ 1/level.
 
-    The level is the largest curvature met so far.
+    The level is the largest curvature met so far. Without v, it is that of h alone.
     """
-    v, h = scope.each(v), scope.each(h)
+    h = scope.each(h)
     if scope.across is ALONE:
         most = torch.maximum(h.amax(1), -h.amin(1)).clamp_min(torch.finfo(h.dtype).tiny)
     else:  # in float64, powers need no care, nor another exchange
-        v, h, most = v.double(), h.double(), torch.ones(1, dtype=torch.float64, device=h.device)
-    sums = scope.across.later((h / most[:, None]).square().square().sum(1), v.square().sum(1))
+        h, most = h.double(), torch.ones(1, dtype=torch.float64, device=h.device)
+    fourth = _sums(h, lambda part: (part / most[:, None]).square_().square_())
+    second = torch.zeros_like(fourth) if v is None else _sums(scope.each(v).to(h), Tensor.square)
+    sums = scope.across.later(fourth, second)
 
     def factors() -> Tensor:
         (fourth, second), count = sums(), scope.units[0].whole
@@ -294,3 +296,8 @@ def _rescale(scope: Scope, v: Tensor, h: Tensor, ok: Tensor) -> Callable[[], Ten
         return torch.where(fits, torch.where(old > 0, old / new, 1 / new).sqrt(), 1.0)
 
     return factors
+
+
+def _sums(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return Σ f(xᵢ) of each row, some columns at a time, for which fresh memory is little."""
+    return torch.stack([f(part).sum(1) for part in x.split(max(1, CHUNK // len(x)), 1)]).sum(0)

@@ -106,8 +106,13 @@ class Blocks(Group):
         return self._stacked(lambda p: self.part.ready(p, uses))(q) if self.moves else q
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
-        del out
-        return self._stacked(self.part.precondition)(q, self._rows(g)).movedim(0, -2).flatten(-2)
+        all_of, rows = self._stacked(self.part.precondition), self._rows(g)
+        pieces = _pieces(q, len(rows)) if self.moves else []
+        if len(pieces) < 2 or out is None or not ordinary(g, out):
+            return all_of(q, rows).movedim(0, -2).flatten(-2)
+        for piece in pieces:
+            self._rows(out)[piece].copy_(all_of(_cut(q, piece), rows[piece]))
+        return out
 
     def logabsdet(self, q: Point, n: int) -> Tensor:
         if not self.moves:
@@ -138,9 +143,7 @@ class Blocks(Group):
         all_of = self._stacked(lambda p, v, h: move(p, v, h, how))
         if out is None or not ordinary(v, h):
             return all_of(q, v, h)
-        count = math.ceil(len(h) / max(1, round(size(out) / PIECE)))
-        for start in range(0, len(h), count):
-            piece = slice(start, start + count)
+        for piece in _pieces(out, len(h)):
             new = all_of(_cut(q, piece), v[piece], h[piece])
             overwrite(_cut(out, piece), new, YES, len(h[piece]))
         return out
@@ -150,6 +153,12 @@ class Blocks(Group):
             return self.part.step(p, piece, lr, coin, rule)
 
         return torch.vmap(one, in_dims=(0, -2))(q, r.map(self._split))
+
+
+def _pieces(q: Point, blocks: int) -> list[slice]:
+    """Return which blocks are moved at once."""
+    count = math.ceil(blocks / max(1, round(size(q) / PIECE)))
+    return [slice(start, start + count) for start in range(0, blocks, count)]
 
 
 def _cut(q: Point, piece: slice | int) -> Point:
