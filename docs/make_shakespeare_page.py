@@ -36,29 +36,29 @@ it, and at twice unless half was better. Seconds are the CPU's, of one thread th
 
 `psgd-kron` is `psgd.kron()` with the options of `psgd.like_adamw`, and whitens the momentum; `psgd-kron-newton` takes
 exact Hessian products, for which attention is computed without torch's fused kernels; `psgd-lra` and `psgd-xmat` whiten
-the gradient with one preconditioner for all parameters. At the numbers of `psgd-kron`, its matrices are multiplied in
-bfloat16 (`-bfloat16`), are along the shorter axis alone (`-short`: 128 of 512×128), or are updated in every iteration
-(`-every`), with pauses while the fit is good (`-adaptive`), or with pauses after 40 iterations, not 100 (`-fewer`, also
-`-fewer-bfloat16`: what 40 does was not tried before). `psgd-kron-newton-half` is Newton at half of the rate.
-`muon-bfloat16` is Muon at its numbers, multiplied in bfloat16 as its package does; everyone else is in float32.
+the gradient with one preconditioner for all parameters. At the numbers of `psgd-kron`, its matrices are along the
+shorter axis alone (`-short`: 128 of 512×128), or are updated in every iteration (`-every`), with pauses while the fit
+is good (`-adaptive`), or with pauses after 40 iterations, not 100 (`-fewer`: what 40 does was not tried before), or
+they are Q instead of P (`-quadratic`), also multiplied in bfloat16 (`-bfloat16`, `-fewer-bfloat16`).
+`psgd-kron-newton-half` is Newton at half of the rate. `muon-bfloat16` is Muon at its numbers, multiplied in bfloat16 as
+its package does; everyone else is in float32.
 
 Defaults have a history that is not counted. Those of `like_adamw` were chosen for short runs of this network: how
 quickly factors follow, and along which axes, in 26 runs on held-out training text of this task, the weight of the
 newest gradient in eight on characters of WikiText-2; that no entry moves by more than ten times the rate came after the
-trials of this page, for the sake of embeddings with rare rows. Muon's AdamW starts at a tenth of Muon's rate, which was
-better in trials here than its package's ratio.
+trials of this page, for the sake of embeddings with rare rows. So did P as what moves, by `Direct()`: all trials of
+`psgd-kron` were of `Quadratic()`, whose numbers it has; three pairs of runs on held-out training text came before it
+was taken. Muon's AdamW starts at a tenth of Muon's rate, which was better in trials here than its package's ratio.
 
 """
 
 SECONDS = """
-## Where the seconds go
-
 `{ours}` reaches AdamW's loss in {iterations:,} iterations and {seconds:.0f} s, `{quickest}` in {their_iterations:,} and
 {their_seconds:.0f} s. Beside an iteration of `adamw`, one of `{quickest}` takes {their_more:.0f} ms more, on average.
 Of `{ours}`, an update of all factors takes {update:.0f} ms, by the difference to `{other}`, and there are {updates} of
-them until then: {spent:.0f} s; all else, P m and P itself after an update, takes {rest:.0f} ms of an iteration more
-than `adamw` does. Neither depends on the batch; an iteration of `adamw`, with the gradient of {tokens:,} characters,
-takes {adamw:.0f} ms. Without updates it would be {without:.0f} s.
+them until then: {spent:.0f} s; all else, P m above all, takes {rest:.0f} ms of an iteration more than `adamw` does.
+Neither depends on the batch; an iteration of `adamw`, with the gradient of {tokens:,} characters, takes {adamw:.0f} ms.
+Without updates it would be {without:.0f} s.
 """
 
 SECONDS_ROUNDED = """
@@ -185,9 +185,8 @@ def costs(results: Sequence[Result]) -> str:
     """Say what our seconds are spent on, where another method needs fewer."""
     in_float32 = spent(results, "psgd-kron", "psgd-kron-every")  # beside others in float32, too
     in_bfloat16 = spent(results, "psgd-kron-bfloat16", "psgd-kron-fewer-bfloat16")
-    return "".join(
-        text.format(**found) for text, found in ((SECONDS, in_float32), (SECONDS_ROUNDED, in_bfloat16)) if found
-    )
+    said = [text.format(**found) for text, found in ((SECONDS, in_float32), (SECONDS_ROUNDED, in_bfloat16)) if found]
+    return "\n## Where the seconds go\n" + "".join(said) if said else ""
 
 
 def spent(results: Sequence[Result], ours: str, other: str) -> dict[str, Any]:
@@ -202,6 +201,8 @@ def spent(results: Sequence[Result], ours: str, other: str) -> dict[str, Any]:
     if not updates:  # so short is the run
         return {}
     (iterations, seconds), update = reached[ours], more / updates
+    if update <= 0:  # then the machine's speed has changed between the two by more than that
+        return {}
     made = max(r["updates"] for r in found[ours][0].records if r["step"] <= iterations)
     plain, theirs = pace(found["adamw"]), pace(found[quickest])
     return {

@@ -271,6 +271,8 @@ def test_the_first_to_reach_adamws_loss():
     assert f"meets the aim of 50%; in 55.0 s, {quicker} than any of these." in said
     assert "misses by 17% of AdamW's iterations the aim" in said and "46.7% more than `muon`" in said
     assert "a tie" not in said and "bfloat16" not in said
+    near = shakespeare.remarks([*results[:2], result("psgd-kron", [1.956, 1.456, 1.4])])
+    assert "at iteration 756, after 50.4% of `adamw`'s iterations, and misses by 0.4% of" in near
     assert "`psgd-lra` never reaches that: it ends 1.100 above it" in said and "of the updates" not in said
     every, adaptive = (
         result("psgd-kron-every", [1.7, 1.55], often=1),

@@ -424,11 +424,12 @@ def remarks(results: Sequence[Result]) -> str:
             continue
         step, seconds = reached[name]
         part = step / budget
-        few = "meets" if part <= AIM else f"misses by {part - AIM:.0%} of AdamW's iterations"
+        digits = int(abs(part - AIM) < 0.01)  # where whole percents would not tell
+        few = "meets" if part <= AIM else f"misses by {part - AIM:.{digits}%} of AdamW's iterations"
         soon = [race(found, name, rival, whose) for rival, whose in rivals(found, name).items()]
         said.append(
-            f"- `{name}` reaches that at iteration {step:,}, after {part:.0%} of `{BASELINE}`'s iterations, and {few} "
-            f"the aim of {AIM:.0%}; in {seconds:.1f} s, {'; '.join(soon)}."
+            f"- `{name}` reaches that at iteration {step:,}, after {part:.{digits}%} of `{BASELINE}`'s iterations, and "
+            f"{few} the aim of {AIM:.0%}; in {seconds:.1f} s, {'; '.join(soon)}."
         )
     if any(map(rounds, ours)) and not any(rounds(name) for name in found if name not in ours):
         said.append(
