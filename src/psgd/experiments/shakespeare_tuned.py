@@ -19,8 +19,8 @@ defaults. At the numbers of `psgd-kron`, `psgd-kron-quadratic` moves Q instead o
 `psgd-kron-bfloat16` also multiplies matrices in bfloat16, `psgd-kron-short` has a matrix along the shorter axis alone
 (128 of 512×128), `psgd-kron-every` updates its factors in every iteration, `psgd-kron-adaptive` pauses while the fit is
 good, and `psgd-kron-fewer` begins to pause after 40 iterations instead of 100 (`-fewer-bfloat16`: in bfloat16).
-`muon-bfloat16` is `muon`, at its numbers, that multiplies in bfloat16 as its package
-does (`muon` itself does so only on a GPU). Everyone else is in float32.
+`muon-bfloat16` is `muon`, at its numbers, that multiplies in bfloat16 as its package does (`muon` itself does so only
+on a GPU). Everyone else is in float32.
 
 The aim is that of `shakespeare`: AdamW's last loss in half of its iterations, and in less time than any other method.
 What multiplies in float32 is held against others that do, and then against all; what rounds to bfloat16 against all.
