@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import psgd
-from psgd import PSGD, Diagonal, Regular, Triangular, XMat, kron, lra
+from psgd import PSGD, Diagonal, Quadratic, Regular, Triangular, XMat, kron, lra
 from psgd.arrangement import assigned, cost
 from psgd.points import leaves
 
@@ -48,7 +48,7 @@ def mixed(model, group, **options):
 
 WAYS = {
     "whitening": (plain, kron(), torch.float32, {"curvature": psgd.whiten}),
-    "momentum": (plain, kron(), torch.float32, {"curvature": psgd.whiten_momentum}),
+    "momentum": (plain, kron(Quadratic()), torch.float32, {"curvature": psgd.whiten_momentum}),
     "momentum, exactly": (plain, kron(), torch.float64, {"curvature": psgd.whiten_momentum, "fresh": 0.1}),
     "clipped": (plain, kron(), torch.float32, {"curvature": psgd.whiten, "max_norm": 0.5, "max_value": 0.1}),
     "no momentum": (plain, kron(), torch.float64, {"curvature": psgd.whiten, "momentum": 0.0, "init_scale": 0.5}),

@@ -473,7 +473,8 @@ def test_layers_without_names_are_refused():
         opt.step()
 
 
-def test_a_run_resumed_at_any_step_is_bitwise_the_same():
+@pytest.mark.parametrize("factor", [Direct(), Quadratic()], ids=str)
+def test_a_run_resumed_at_any_step_is_bitwise_the_same(factor):
     """Steps that fit take another way to P m than those that do not; what was done before must not matter."""
 
     def start():
@@ -481,7 +482,7 @@ def test_a_run_resumed_at_any_step_is_bitwise_the_same():
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
-        return model, PSGD(model.parameters(), kron(), lr=0.1, precond_prob=0.5, curvature=psgd.whiten_momentum)
+        return model, PSGD(model.parameters(), kron(factor), lr=0.1, precond_prob=0.5, curvature=psgd.whiten_momentum)
 
     def advance(model, opt, steps):
         for t in steps:
@@ -513,6 +514,23 @@ def test_a_weight_without_gradient_beside_a_bias_with_one_does_not_let_p_grow_fo
         opt.step()
     factors = [q["P"] for q in opt.state[model[0].weight]["q"].values()]
     assert len(factors) == 2 and all(p.norm() < 1e5 for p in factors)  # 1e12 without noise in the weight's part
+
+
+def test_the_initial_scale_is_found_some_columns_at_a_time(monkeypatch):
+    def level(chunk, rule, curvature):
+        monkeypatch.setattr(psgd.update, "CHUNK", chunk)
+        params = [nn.Parameter(torch.zeros(3, 7)) for _ in range(2)]
+        opt = PSGD(params, rule, lr=1.0, curvature=curvature, precond_prob=1.0)
+        scales, rng = torch.logspace(-2, 2, 21).view(3, 7), torch.Generator().manual_seed(0)
+        weights = [scales * torch.randn(3, 7, generator=rng) for _ in params]
+        opt.step(lambda: sum((w * p.sin() + (w * p).square()).sum() for w, p in zip(weights, params, strict=True)))
+        return torch.stack([opt.state[p]["level"] for p in params])
+
+    for rule, curvature in ((kron(), psgd.whiten), (kron(), psgd.hessian), (kron(Triangular()), psgd.whiten)):
+        whole = level(1000, rule, curvature)
+        assert len(set(whole.tolist())) == 2
+        for chunk in (1, 8, 41):  # a column, four, and all but one
+            torch.testing.assert_close(level(chunk, rule, curvature), whole, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])

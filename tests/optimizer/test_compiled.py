@@ -39,7 +39,7 @@ def trained(group, steps=12, compiled=None, **options):
     return losses, opt
 
 
-@pytest.mark.parametrize("group", [XMat(), lra(2), kron()], ids=str)
+@pytest.mark.parametrize("group", [XMat(), lra(2), kron(), kron(psgd.Quadratic())], ids=str)
 def test_the_same_steps_in_a_fixed_number_of_graphs(group):
     graphs, more = Graphs(), Graphs()
     eager, _ = trained(group)

@@ -15,6 +15,7 @@ from psgd import whiten_momentum as momenta
 from psgd.lockstep import Lockstep
 
 GROUPS = {"diagonal": Diagonal(), "xmat": XMat(), "lra": lra(2), "kron": psgd.kron(), "affine": psgd.affine}
+GROUPS["kron of Q"] = psgd.kron(psgd.Quadratic())
 
 
 def never(monkeypatch):

@@ -107,7 +107,7 @@ class Blocks(Group):
 
     def precondition(self, q: Point, g: Tensor, out: Tensor | None = None) -> Tensor:
         all_of, rows = self._stacked(self.part.precondition), self._rows(g)
-        pieces = _pieces(q, len(rows)) if self.moves else []
+        pieces = _pieces(q, len(rows))
         if len(pieces) < 2 or out is None or not ordinary(g, out):
             return all_of(q, rows).movedim(0, -2).flatten(-2)
         for piece in pieces:

@@ -23,7 +23,7 @@ from psgd.step_size import StepSize
 
 
 class Motion(ABC):
-    """How a dense factor Q ≈ Qᵀ > 0 follows G = Π(Ph (Ph)ᵀ − v vᵀ), by a step s with s‖G‖ ≤ μ < 1.
+    """How a factor Q ≈ Qᵀ > 0, or its P, follows G = Π(Ph (Ph)ᵀ − v vᵀ), by a step s with s‖G‖ ≤ μ < 1.
 
     R is Q in the dtype in which matrices are multiplied, that of sG or of X; they are added up in that of Q. All may be
     stacks of matrices, along leading axes.
@@ -138,8 +138,8 @@ class InverseFree(Kronecker):
     """Q = A₁ ⊗ A₂ ⊗ …, fitted by products alone: factor i follows Gᵢ, what Ph (Ph)ᵀ − v vᵀ is along its axis.
 
     In left coordinates G is Q(aaᵀ − bbᵀ)Qᵀ: another metric on the same group, with the same fixed point where the
-    covariance of h is a Kronecker product. Dense factors stay nearly symmetric, by `motion`. In whitening, where v is
-    independent of h, the mean of v vᵀ is known and taken.
+    covariance of h is a Kronecker product. Whether matrices move as Q, nearly symmetric, or as P, says `motion`: such
+    parts are `Dense()`, or `Positive()`. In whitening, where v is independent of h, the mean of v vᵀ is known and taken.
 
     To every entry of h is added noise of `damping` times their root mean square, made from the probe: directions
     without any gradient would let P grow for ever.
