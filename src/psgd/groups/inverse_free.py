@@ -138,8 +138,8 @@ class InverseFree(Kronecker):
     """Q = A₁ ⊗ A₂ ⊗ …, fitted by products alone: factor i follows Gᵢ, what Ph (Ph)ᵀ − v vᵀ is along its axis.
 
     In left coordinates G is Q(aaᵀ − bbᵀ)Qᵀ: another metric on the same group, with the same fixed point where the
-    covariance of h is a Kronecker product. Whether matrices move as Q, nearly symmetric, or as P, says `motion`: such
-    parts are `Dense()`, or `Positive()`. In whitening, where v is independent of h, the mean of v vᵀ is known and taken.
+    covariance of h is a Kronecker product. Whether matrices move as Q, nearly symmetric, or as P, says `motion`: they
+    are `Dense()` or `Positive()` parts. In whitening, where v is independent of h, the mean of v vᵀ is known and taken.
 
     To every entry of h is added noise of `damping` times their root mean square, made from the probe: directions
     without any gradient would let P grow for ever.
